@@ -1,0 +1,192 @@
+"""The command line of every job: a recipe, dotted overrides, --help with every field, --dry-run, and the exit codes."""
+
+import json
+import logging
+import re
+import sys
+import typing
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from pipelines.paths import home, log_home
+from workers.config import Settings
+from workers.errors import InputError
+
+EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_TOO_MANY_BAD_ROWS = 0, 1, 2, 3
+_RECIPES = Path(__file__).resolve().parent / "recipes"
+_logger = logging.getLogger("marsray")
+R = TypeVar("R", bound=Settings)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which `5e-6` is a number, as everybody who writes a learning rate expects."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
+def run(
+    recipe_type: type[R], default_recipe: str | None, execute: Callable[[R, bool], int], argv: list[str] | None = None
+) -> int:
+    """Reads the command line, executes the job, and returns its exit code, which the last log line repeats.
+
+    Args:
+        recipe_type: the settings model of the job; its docstring heads the help.
+        default_recipe: file in `jobs/recipes` that is read when `--config` is absent.
+        execute: gets the recipe and whether this is a dry run.
+    """
+    arguments = sys.argv[1:] if argv is None else argv
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
+    for noisy in ("httpx", "filelock", "fsspec"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    try:
+        if {"-h", "--help"} & set(arguments):
+            sys.stdout.write(help_text(recipe_type, default_recipe))
+            return EXIT_DONE
+        recipe, is_dry_run = parse(recipe_type, default_recipe, arguments)
+        log_home()
+        if is_dry_run:
+            sys.stdout.write(yaml.safe_dump(json.loads(recipe.model_dump_json()), sort_keys=False))
+        code = execute(recipe, is_dry_run)
+    except InputError as error:
+        _logger.error("error: %s", error)
+        code = EXIT_BAD_INPUT
+    except Exception:  # the border of the program: whatever happened, the log ends with the exit code
+        _logger.exception("error: the job failed")
+        code = EXIT_FAILED
+    _logger.info("exit code %d", code)
+    return code
+
+
+def parse(recipe_type: type[R], default_recipe: str | None, arguments: list[str]) -> tuple[R, bool]:
+    """Recipe and dry-run flag from the arguments.
+
+    Raises:
+        InputError: names the field, what was found and what is expected.
+    """
+    values: dict[str, Any] | None = None
+    overrides: list[str] = []
+    is_dry_run = False
+    remaining = iter(arguments)
+    for argument in remaining:
+        if argument == "--dry-run":
+            is_dry_run = True
+        elif argument == "--config" or argument.startswith("--config="):
+            values = _read_recipe(argument.partition("=")[2] or next(remaining, ""))
+        elif argument.startswith("-") or "=" not in argument:
+            raise InputError("command line", repr(argument), "--config FILE, --dry-run, --help or section.field=value")
+        else:
+            overrides.append(argument)
+    if values is None:
+        values = _read_recipe(str(_RECIPES / default_recipe)) if default_recipe else {}
+    for override in overrides:
+        _apply(recipe_type, values, override)
+    try:
+        # JSON mode: strict about types, yet a list is a tuple and 1 is a float.
+        return recipe_type.model_validate_json(json.dumps(values)), is_dry_run
+    except ValidationError as error:
+        raise _readable(recipe_type, error) from None
+
+
+def _read_recipe(name: str) -> dict[str, Any]:
+    candidates = [Path(name), home() / name, _RECIPES / name]
+    path = next((candidate for candidate in candidates if name and candidate.is_file()), None)
+    if path is None:
+        raise InputError("--config", repr(name), "a recipe file", f"Recipes are in {_RECIPES}.")
+    try:
+        values = yaml.load(path.read_text(), _Loader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(str(path), f"no valid YAML ({' '.join(str(error).split())})", "a YAML recipe") from error
+    if not isinstance(values, dict | None):
+        raise InputError(str(path), type(values).__name__, "sections with fields")
+    return values or {}
+
+
+def _apply(recipe_type: type[BaseModel], values: dict[str, Any], override: str) -> None:
+    """Puts `section.field=value` into `values`; a single value for a list field becomes a list of one."""
+    name, _, text = override.partition("=")
+    *sections, field = name.split(".")
+    model: type[BaseModel] | None = recipe_type
+    for section in sections:
+        model = _section_type(model, section) if model else None
+        inner = values.get(section)
+        values[section] = inner = dict(inner) if isinstance(inner, dict) else {}
+        values = inner
+    try:
+        value = yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        raise InputError(name, repr(text), "a YAML value") from error
+    if model and field in model.model_fields and not isinstance(value, list):
+        annotation = model.model_fields[field].annotation
+        if typing.get_origin(annotation) is tuple and value is not None:
+            value = [value]
+        elif annotation in (str, str | None) and value is not None:
+            value = text
+    values[field] = value
+
+
+def _section_type(model: type[BaseModel], name: str) -> type[BaseModel] | None:
+    if name not in model.model_fields:
+        return None
+    annotation = model.model_fields[name].annotation
+    return next((a for a in (annotation, *typing.get_args(annotation)) if _is_settings(a)), None)
+
+
+def _is_settings(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, Settings)
+
+
+def _readable(recipe_type: type[BaseModel], error: ValidationError) -> InputError:
+    """The first problem, in our form; the number of others is said."""
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"]) or "recipe"
+    others = f" ({error.error_count() - 1} more problems)" if error.error_count() > 1 else ""
+    advice = f"See --help.{others}"
+    if first["type"] == "extra_forbidden":
+        model: type[BaseModel] | None = recipe_type
+        for part in first["loc"][:-1]:
+            model = _section_type(model, str(part)) if model else None
+        known = ", ".join(model.model_fields) if model else "a known field"
+        return InputError(where, "an unknown field", f"one of {known}", advice)
+    message = first["msg"].removeprefix("Value error, ")
+    return InputError(where, json.dumps(first["input"], default=str)[:200], message[0].lower() + message[1:], advice)
+
+
+def help_text(recipe_type: type[Settings], default_recipe: str | None) -> str:
+    """Usage and every field with its type, default and meaning."""
+    recipe, _ = parse(recipe_type, default_recipe, [])
+    lines = [
+        recipe_type.__doc__ or "",
+        "",
+        f"usage: {Path(sys.argv[0]).name} [--config recipe.yaml] [--dry-run] [section.field=value ...]",
+        f"Without --config the defaults below apply{f' (jobs/recipes/{default_recipe})' if default_recipe else ''}.",
+        "Exit codes: 0 done, 1 failed, 2 bad arguments or input, 3 more bad rows than allowed.",
+        "",
+    ]
+    for name, field, value in _fields(recipe, ""):
+        lines.append(f"  {name} ({_type_name(field.annotation)}, default {json.dumps(value)})")
+        lines.append(f"      {field.description}")
+    return "\n".join(lines) + "\n"
+
+
+def _fields(settings: Settings, prefix: str) -> Iterator[tuple[str, FieldInfo, Any]]:
+    for name, field in type(settings).model_fields.items():
+        value = getattr(settings, name)
+        if isinstance(value, Settings):
+            yield from _fields(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", field, value
+
+
+def _type_name(annotation: Any) -> str:
+    if typing.get_origin(annotation) is typing.Annotated:
+        annotation = typing.get_args(annotation)[0]
+    text = annotation.__name__ if isinstance(annotation, type) and not typing.get_args(annotation) else str(annotation)
+    return text.replace("typing.", "").replace("NoneType", "null").replace("None", "null").replace("Literal", "one of ")

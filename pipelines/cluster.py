@@ -1,0 +1,102 @@
+"""Connecting to Ray, and the checks that a cluster must pass before work starts."""
+
+import logging
+import os
+import uuid
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from pipelines.paths import is_submitted_job
+from workers.errors import InputError
+
+_CODE = Path(__file__).resolve().parent.parent
+_CPUS_FOR_DATA = 0.5
+_logger = logging.getLogger(__name__)
+
+
+def connect() -> None:
+    """Joins the running Ray cluster, or starts a local one; does nothing when already connected.
+
+    The code reaches the workers by `PYTHONPATH` on a local cluster, as working directory on an existing one; a submitted job
+    has brought it along.
+    """
+    if ray.is_initialized():
+        return
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
+    # A submitted job without a working directory runs on the head's own files, so the path is enough there too.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_CODE), os.environ.get("PYTHONPATH")]))
+    if is_submitted_job():
+        ray.init(address="auto", runtime_env={"env_vars": {"PYTHONPATH": str(_CODE)}}, **quiet)
+    else:
+        try:
+            ray.init(address="auto", runtime_env={"working_dir": str(_CODE)}, **quiet)
+        except ConnectionError:
+            ray.init(include_dashboard=False, **quiet)
+    resources = ray.cluster_resources()
+    _logger.info(
+        "Ray %s: %d node(s), %g CPUs, %g GPUs",
+        ray.__version__,
+        sum(node["Alive"] for node in ray.nodes()),
+        resources.get("CPU", 0),
+        resources.get("GPU", 0),
+    )
+
+
+def require_resources(where: str, *, num_workers: int, cpus: float, gpus: float) -> None:
+    """Refuses a worker group that the cluster cannot place beside Ray Data's tasks.
+
+    Raises:
+        InputError: with the arithmetic.
+    """
+    resources = ray.cluster_resources()
+    needed_cpus = num_workers * cpus + _CPUS_FOR_DATA
+    if resources.get("CPU", 0) < needed_cpus:
+        raise InputError(
+            where,
+            f"{num_workers} workers x {cpus:g} CPUs + {_CPUS_FOR_DATA:g} for Ray Data = {needed_cpus:g} CPUs",
+            f"at most the cluster's {resources.get('CPU', 0):g} CPUs",
+            "Ask for fewer workers or fewer CPUs each.",
+        )
+    if resources.get("GPU", 0) < num_workers * gpus:
+        raise InputError(
+            where,
+            f"{num_workers} workers x {gpus:g} GPUs",
+            f"at most the cluster's {resources.get('GPU', 0):g} GPUs",
+            "Ask for fewer workers, or set distributed.use_gpu=false.",
+        )
+
+
+@ray.remote(num_cpus=0)
+def _sees(path: str) -> bool:
+    return os.path.exists(path)
+
+
+def require_shared_folder(where: str, path: str) -> None:
+    """Refuses a local output folder that some node of the cluster does not see.
+
+    Raises:
+        InputError: names the nodes.
+    """
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    if len(nodes) == 1 or "://" in path:
+        return
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    marker = folder / f".shared-{uuid.uuid4().hex}"
+    marker.touch()
+    try:
+        strategies = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in nodes]
+        seen = ray.get([_sees.options(scheduling_strategy=strategy).remote(str(marker)) for strategy in strategies])
+    finally:
+        marker.unlink()
+    blind = [node["NodeManagerAddress"] for node, sees in zip(nodes, seen, strict=True) if not sees]
+    if blind:
+        raise InputError(
+            where,
+            f"{path}, which the nodes {', '.join(blind)} do not see",
+            "a folder that every node shares",
+            "Give a path on a shared file system.",
+        )

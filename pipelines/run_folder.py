@@ -1,0 +1,114 @@
+"""The folder of a training run: who may write there, what is resumed, and where the newest example run is."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from pipelines import storage
+from pipelines.paths import home
+from workers.config import Settings
+from workers.errors import InputError
+
+_SETTINGS, _REPORT = "run.json", "report.json"
+# Fields that may change between a killed run and its continuation: they leave the weights alone.
+_FREE_FIELDS = {"run.log_every", "run.checkpoint_every", "run.num_to_keep", "run.overwrite", "distributed.max_failures"}
+_logger = logging.getLogger(__name__)
+
+
+class RunFolder:
+    """One training run on disk.
+
+    Args:
+        path: absolute local folder that all nodes share.
+        recipe: the resolved settings of this run.
+    """
+
+    def __init__(self, path: str, recipe: Settings) -> None:
+        if "://" in path:
+            raise InputError("run.output", path, "a folder of a file system that all nodes share")
+        self.path = Path(path)
+        self._settings = _flat(json.loads(recipe.model_dump_json()))
+
+    def join(self, *parts: str) -> str:
+        """A path inside the folder."""
+        return str(self.path.joinpath(*parts))
+
+    def check(self, *, overwrite: bool) -> None:
+        """Refuses a folder that holds something else, or a run with other settings. Writes nothing.
+
+        Raises:
+            InputError: names the first setting that differs.
+        """
+        if overwrite or not self.path.exists():
+            if overwrite and self.path.exists() and any(self.path.iterdir()) and not self._is_run():
+                raise InputError("run.output", f"{self.path}, which no marsray run has made", "a run folder or none")
+            return
+        if not self.path.is_dir():
+            raise InputError("run.output", f"{self.path}, a file", "a folder")
+        if not self._is_run():
+            if any(self.path.iterdir()):
+                raise InputError("run.output", f"{self.path}, a folder with other files", "a run folder, or a new one")
+            return
+        before = json.loads((self.path / _SETTINGS).read_text())
+        for name in sorted(before.keys() | self._settings.keys()):
+            if name not in _FREE_FIELDS and before.get(name) != self._settings.get(name):
+                raise InputError(
+                    name,
+                    json.dumps(self._settings.get(name)),
+                    f"{json.dumps(before.get(name))}, as in the run that {self.path} holds",
+                    "Repeat that run's settings to resume it, choose another run.output, or set run.overwrite=true.",
+                )
+
+    def open(self, *, overwrite: bool) -> dict[str, Any] | None:
+        """Takes the folder for this run; returns the report when the run is already finished."""
+        if overwrite and self.path.exists():
+            storage.delete(str(self.path))
+        self.path.mkdir(parents=True, exist_ok=True)
+        if (self.path / _REPORT).exists():
+            report: dict[str, Any] = json.loads((self.path / _REPORT).read_text())
+            return report
+        if self._is_run():
+            _logger.info("resuming the run in %s", self.path)
+        storage.publish_bytes(self.join(_SETTINGS), json.dumps(self._settings, indent=1).encode())
+        return None
+
+    @property
+    def report_path(self) -> str:
+        """The report, written last: a run that has it is finished."""
+        return self.join(_REPORT)
+
+    def _is_run(self) -> bool:
+        return (self.path / _SETTINGS).exists()
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            flat.update(_flat(value, f"{prefix}{name}."))
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
+
+
+def newest_example_run() -> Path:
+    """The newest finished run below `runs/` that trained on the embedded example: the default model of the other jobs.
+
+    Raises:
+        InputError: says how to make one.
+    """
+    reports = [
+        report
+        for pattern in ("runs/*/report.json", "runs/*/*/report.json")
+        for report in home().glob(pattern)
+        if (report.parent / "example").is_dir()
+    ]
+    if not reports:
+        raise InputError(
+            "model",
+            f"null, and no finished example run below {home() / 'runs'}",
+            "a model folder",
+            "Give model=FOLDER, or make the default with `make quickstart` or `python jobs/train_mars.py`.",
+        )
+    return max(reports, key=lambda report: report.stat().st_mtime).parent

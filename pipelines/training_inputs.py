@@ -1,0 +1,83 @@
+"""What a training run starts from: SFT shards and a model folder, both checked first, both made when the user has none."""
+
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from workers.models.loading import inspect_model_folder, load_tokenizer
+from workers.models.placeholder import find_placeholder
+from workers.models.settings import read_multi_token_settings
+
+from pipelines.paths import resolve
+from pipelines.quickstart_task import write_quickstart_data
+from pipelines.run_folder import RunFolder
+from pipelines.sft_source import inspect_shards, iterate_texts
+from pipelines.tokenizer_training import create_model_folder, train_tokenizer
+from workers.config import DataSettings, ModelSettings
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StartModel:
+    """The model folder that a stage begins with."""
+
+    folder: str
+    mask_token_id: int
+    end_ids: frozenset[int]
+    adds_mask_row: bool
+    has_trained_placeholder: bool
+
+    def after(self, stage: str, folder: str) -> "StartModel":
+        """The model that a finished stage has published."""
+        return replace(self, folder=folder, adds_mask_row=False, has_trained_placeholder=stage == "mars")
+
+
+class TrainingInputs:
+    """Data and start model of one run."""
+
+    def __init__(self, model: ModelSettings, data: DataSettings, seed: int, run: RunFolder) -> None:
+        self._model, self._seed, self._run = model, seed, run
+        self._is_example = not data.train
+        shards = (run.join("example", "train"),) if self._is_example else tuple(resolve(path) for path in data.train)
+        self._data = data.model_copy(update={"train": shards})
+
+    def check(self) -> None:
+        """Looks at shards and model folder without writing anything.
+
+        Raises:
+            InputError: names the shard, the column or the file of the model folder.
+        """
+        if not self._is_example:
+            inspect_shards(self._data)
+        if self._model.path is not None:
+            self._start_model(resolve(self._model.path))
+
+    def materialize(self) -> tuple[StartModel, DataSettings]:
+        """The start model and the settings of the data, both on disk now."""
+        if self._is_example and not Path(self._run.join("example")).exists():
+            write_quickstart_data(self._run.join("example"), seed=self._seed)
+        if self._model.path is not None:
+            return self._start_model(resolve(self._model.path)), self._data
+        folder = self._run.join("initial_model")
+        if not Path(folder).exists():
+            scratch = self._model.from_scratch
+            tokenizer = train_tokenizer(
+                iterate_texts(self._data), vocab_size=scratch.vocab_size, max_positions=scratch.max_positions
+            )
+            create_model_folder(scratch, tokenizer, folder, seed=self._seed)
+            _logger.info("new model and a tokenizer of %d tokens in %s", len(tokenizer), folder)
+        return self._start_model(folder), self._data
+
+    def _start_model(self, folder: str) -> StartModel:
+        facts = inspect_model_folder(folder)
+        earlier = read_multi_token_settings(folder)
+        if earlier is not None:
+            return StartModel(folder, earlier.mask_token_id, facts.end_ids, False, earlier.block_size > 1)
+        placeholder = find_placeholder(
+            load_tokenizer(folder),
+            facts.vocab_size,
+            mask_token=self._model.mask_token,
+            add_mask_row=self._model.add_mask_row,
+        )
+        return StartModel(folder, placeholder.token_id, facts.end_ids, placeholder.added_row, False)

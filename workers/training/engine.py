@@ -1,0 +1,112 @@
+"""The DeepSpeed engine: the only module of this room that imports deepspeed, and only when an engine is built."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from workers.config import DistributedSettings, OptimizationSettings
+from workers.training.schedule import learning_rate_factor
+
+
+def deepspeed_config(
+    optimization: OptimizationSettings, distributed: DistributedSettings, num_parameters: int
+) -> dict[str, Any]:
+    """DeepSpeed's own settings for one stage.
+
+    Gradient accumulation is left to the caller (`managed_gradient_accumulation`): a step has as many micro-batches as its samples
+    fill, and `step()` is its border.
+    """
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,
+        "gradient_clipping": optimization.max_grad_norm,
+        "bf16": {"enabled": distributed.use_gpu},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 2**31,
+        "zero_optimization": {
+            "stage": distributed.zero_stage,
+            "overlap_comm": False,
+            "reduce_bucket_size": min(500_000_000, num_parameters),
+        },
+    }
+
+
+def build_engine(
+    module: nn.Module, optimization: OptimizationSettings, distributed: DistributedSettings, num_steps: int
+) -> Any:
+    """Wraps a loss module for ZeRO training with AdamW and the stage's schedule.
+
+    Needs an initialised process group. Parameters with `requires_grad=False` stay out of the optimizer.
+    """
+    import deepspeed
+
+    # On CPUs DeepSpeed would compile a shared-memory all-reduce: a minute at the first start, and a C++ compiler needed. gloo does.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(
+        parameters,
+        lr=optimization.learning_rate,
+        betas=optimization.betas,
+        weight_decay=optimization.weight_decay,
+    )
+    num_parameters = sum(parameter.numel() for parameter in parameters)
+    engine, *_ = deepspeed.initialize(
+        model=module,
+        optimizer=optimizer,
+        model_parameters=parameters,
+        lr_scheduler=lambda built: torch.optim.lr_scheduler.LambdaLR(
+            built, lambda step: learning_rate_factor(step, num_steps, optimization)
+        ),
+        config=deepspeed_config(optimization, distributed, num_parameters),
+        dist_init_required=False,
+    )
+    return engine
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """What all ranks must agree on before a step: the same passes everywhere, and one denominator."""
+
+    num_micro_batches: int
+    num_chunks: int
+    num_response_tokens: int
+
+
+def agree_on_step(num_micro_batches: int, num_chunks: int, num_response_tokens: int, device: torch.device) -> StepShape:
+    """All-reduces one rank's needs to those of the whole step: maxima of the passes, the sum of the supervised tokens.
+
+    Without it a rank with fewer rows would miss a collective, and the run would hang.
+    """
+    mine = torch.tensor([num_micro_batches, num_chunks, num_response_tokens], dtype=torch.int64, device=device)
+    world = torch.empty(dist.get_world_size() * 3, dtype=torch.int64, device=device)
+    dist.all_gather_into_tensor(world, mine)
+    everyone = world.view(-1, 3).tolist()  # sync: one small copy to the host per step
+    micro_batches, chunks, tokens = zip(*everyone, strict=True)
+    return StepShape(max(micro_batches), max(chunks), sum(tokens))
+
+
+def full_state_dict(engine: Any, model: nn.Module, zero_stage: int) -> dict[str, torch.Tensor] | None:
+    """Whole weights of the wrapped model, on the CPU; None on every rank but the first.
+
+    All ranks must call it: under ZeRO-3 each parameter is gathered in turn.
+    """
+    is_first = dist.get_rank() == 0
+    state: dict[str, torch.Tensor] = {}
+    if zero_stage == 3:
+        import deepspeed
+
+        for name, parameter in model.named_parameters():
+            with deepspeed.zero.GatheredParameters(parameter, modifier_rank=None):
+                if is_first:
+                    state[name] = parameter.detach().cpu().clone()
+        state.update({name: buffer.detach().cpu() for name, buffer in model.named_buffers()} if is_first else {})
+        persistent = set(model.state_dict().keys())
+        return {name: tensor for name, tensor in state.items() if name in persistent} if is_first else None
+    if is_first:
+        state = {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
+    return state if is_first else None

@@ -1,0 +1,126 @@
+"""The training loop of every objective, on one page.
+
+An objective packs samples into micro-batches; its loss module turns a micro-batch into sums. The loop knows nothing else of them.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from workers.config import OptimizationSettings
+from workers.objectives.losses import LossModule
+from workers.objectives.mars import MarsObjective
+from workers.objectives.streams import PackedBatch, Sample
+from workers.training.engine import agree_on_step
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """Means over the steps since the last report, over all ranks. Losses are nats per response token.
+
+    `grad_norm` is of the last step, before clipping; None under ZeRO stage 0, where DeepSpeed keeps none.
+    """
+
+    step: int
+    loss: float
+    ar_loss: float
+    mask_loss: float
+    grad_norm: float | None
+    learning_rate: float
+    response_tokens_per_second: float
+    padding_share: float
+    data_wait_share: float
+
+    def as_dict(self) -> dict[str, float | None]:
+        """The fields as a plain mapping, for JSON."""
+        return asdict(self)
+
+
+class _Window:
+    """Sums of this rank between two reports; one all-reduce turns them into `Metrics`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.sums = torch.zeros(2, dtype=torch.float64, device=device)  # ar, mask
+        self.counts = torch.zeros(4, dtype=torch.float64)  # response tokens, positions, padding, seconds of waiting
+        self.started = time.perf_counter()
+
+    def metrics(self, step: int, engine: Any, objective: MarsObjective) -> Metrics:
+        seconds = time.perf_counter() - self.started
+        total = torch.cat([self.sums.cpu(), self.counts]).to(self.sums.device)  # sync: once per report
+        dist.all_reduce(total)
+        ar_sum, mask_sum, num_responses, num_positions, num_padding, waited = total.tolist()
+        num_responses = max(1.0, num_responses)
+        grad_norm = engine.get_global_grad_norm()
+        ar_loss, mask_loss = ar_sum / num_responses, mask_sum / num_responses
+        return Metrics(
+            step=step,
+            loss=objective.ar_weight * ar_loss + objective.mask_weight * mask_loss,
+            ar_loss=ar_loss,
+            mask_loss=mask_loss,
+            grad_norm=None if grad_norm is None else float(grad_norm),
+            learning_rate=engine.get_lr()[0],
+            response_tokens_per_second=num_responses / seconds,
+            padding_share=num_padding / max(1.0, num_positions),
+            data_wait_share=waited / dist.get_world_size() / seconds,
+        )
+
+
+def train(
+    engine: Any,
+    objective: MarsObjective,
+    steps: Iterator[list[Sample]],
+    settings: OptimizationSettings,
+    *,
+    first_step: int,
+    num_steps: int,
+    log_every: int,
+    checkpoint_every: int,
+    on_metrics: Callable[[Metrics], None],
+    on_checkpoint: Callable[[int, Metrics], None],
+) -> None:
+    """Runs optimizer steps `first_step` to `num_steps`.
+
+    Args:
+        engine: DeepSpeed engine around a `LossModule`.
+        steps: this rank's samples of each step, an empty list where it has none.
+        on_metrics: called on every rank after each `log_every` steps and the last one.
+        on_checkpoint: called on every rank with the number of finished steps, each `checkpoint_every` steps and at the end.
+    """
+    module: LossModule = engine.module
+    world_size = dist.get_world_size()
+    window = _Window(engine.device)
+    for step in range(first_step, num_steps):
+        asked = time.perf_counter()
+        samples = next(steps)
+        window.counts[3] += time.perf_counter() - asked
+        batches = objective.pack(samples, row_tokens=settings.row_tokens, micro_batch_rows=settings.micro_batch_rows)
+        shape = agree_on_step(
+            len(batches),
+            max((module.num_chunks_of(batch) for batch in batches), default=1),
+            sum(batch.num_response_tokens for batch in batches),
+            engine.device,
+        )
+        batches += [objective.empty_batch()] * (shape.num_micro_batches - len(batches))
+        for batch in batches:
+            sums = engine(batch.to(engine.device), shape.num_chunks)
+            # DeepSpeed averages over ranks: the world size turns that mean into the sum that the count divides.
+            engine.backward(sums.loss * (world_size / max(1, shape.num_response_tokens)), scale_wrt_gas=False)
+            window.sums += torch.stack([sums.ar_sum, sums.mask_sum]).detach()
+            window.counts[:3] += _counts(batch)
+        engine.step()
+        done, is_last = step + 1, step + 1 == num_steps
+        is_checkpoint = done % checkpoint_every == 0 or is_last
+        if done % log_every == 0 or is_checkpoint:
+            metrics = window.metrics(done, engine, objective)
+            on_metrics(metrics)
+            if is_checkpoint:
+                on_checkpoint(done, metrics)
+            window = _Window(engine.device)
+
+
+def _counts(batch: PackedBatch) -> torch.Tensor:
+    return torch.tensor([batch.num_response_tokens, batch.num_tokens + batch.num_padding, batch.num_padding])
