@@ -35,6 +35,8 @@ def connect() -> None:
             ray.init(address="auto", runtime_env={"working_dir": str(_CODE)}, **quiet)
         except ConnectionError:
             ray.init(include_dashboard=False, **quiet)
+    # Ray Data tells of every execution and of its own progress bars; the jobs have their own progress.
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
     resources = ray.cluster_resources()
     _logger.info(
         "Ray %s: %d node(s), %g CPUs, %g GPUs",

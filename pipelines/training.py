@@ -12,18 +12,20 @@ from typing import Any
 
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
-from workers.models.settings import MultiTokenSettings
 
 from pipelines import cluster
 from pipelines.metrics_board import BoardReader
 from pipelines.paths import resolve
+from pipelines.progress import Progress
 from pipelines.reports import environment, publish_report
 from pipelines.run_folder import RunFolder
 from pipelines.sample_stream import StreamPlan
 from pipelines.sft_data import PreparedIndex, prepare_sft_data
+from pipelines.sft_source import inspect_shards
 from pipelines.training_inputs import StartModel, TrainingInputs
 from pipelines.training_worker import StageJob, run_stage
 from workers.config import OptimizationSettings, TrainMarsRecipe, TrainSftRecipe
+from workers.models.folder import MultiTokenSettings
 from workers.objectives.mars import MarsObjective
 
 _logger = logging.getLogger(__name__)
@@ -84,13 +86,15 @@ def run_training(recipe: TrainRecipe, *, dry_run: bool = False) -> dict[str, Any
     )
     cluster.require_shared_folder("run.output", str(run.path))
     start, data = inputs.materialize()
-    index = prepare_sft_data(
-        data,
-        tokenizer_folder=start.folder,
-        mask_token_id=start.mask_token_id,
-        end_ids=start.end_ids,
-        output=run.join("data"),
-    )
+    with Progress("data", len(inspect_shards(data)), "shards") as progress:
+        index = prepare_sft_data(
+            data,
+            tokenizer_folder=start.folder,
+            mask_token_id=start.mask_token_id,
+            end_ids=start.end_ids,
+            output=run.join("data"),
+            report=lambda done, total: progress.update(done),
+        )
     _logger.info("data: %d samples, %d rejected rows %s", index.num_rows, index.num_rejected, index.reasons or "")
     stage_reports = {}
     for stage in stages_of(recipe):
@@ -118,6 +122,7 @@ def _run_stage(
         index,
         seed=recipe.run.seed,
         samples_per_step=optimization.samples_per_step,
+        shuffle_window=recipe.data.shuffle_window,
         num_epochs=optimization.num_epochs,
         max_steps=optimization.num_steps,
     )

@@ -4,16 +4,15 @@ import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from workers.models.loading import inspect_model_folder, load_tokenizer
-from workers.models.placeholder import find_placeholder
-from workers.models.settings import read_multi_token_settings
-
 from pipelines.paths import resolve
 from pipelines.quickstart_task import write_quickstart_data
 from pipelines.run_folder import RunFolder
 from pipelines.sft_source import inspect_shards, iterate_texts
 from pipelines.tokenizer_training import create_model_folder, train_tokenizer
 from workers.config import DataSettings, ModelSettings
+from workers.models.folder import read_multi_token_settings
+from workers.models.loading import inspect_model_folder, load_tokenizer
+from workers.models.placeholder import find_placeholder
 
 _logger = logging.getLogger(__name__)
 

@@ -8,11 +8,11 @@ from typing import Any
 import ray.train
 import torch
 from ray.train.torch import get_device
-from workers.models.settings import MultiTokenSettings
 
 from pipelines.sample_stream import StreamPlan, rank_steps
 from workers.config import DistributedSettings, OptimizationSettings
 from workers.models.export import export_folder
+from workers.models.folder import MultiTokenSettings
 from workers.models.loading import add_mask_row, init_mask_embedding, load_causal_lm, load_tokenizer
 from workers.objectives.losses import LossModule
 from workers.objectives.mars import MarsObjective

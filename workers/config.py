@@ -44,7 +44,7 @@ class ModelSettings(Settings):
     """Which model to start from."""
 
     path: str | None = Field(None, description="Hugging Face model folder to start from; null trains `from_scratch`")
-    from_scratch: FromScratch = Field(default_factory=FromScratch, description="used when `path` is null")
+    from_scratch: FromScratch = Field(FromScratch(), description="used when `path` is null")
     mask_token: str = Field(
         "auto", description="the [MASK] placeholder: `auto` finds an unused reserved id; or a token of the vocabulary"
     )
@@ -121,23 +121,23 @@ class RunSettings(Settings):
 class TrainSftRecipe(Settings):
     """AR SFT: ordinary next-token training on the assistant turns."""
 
-    model: ModelSettings = Field(default_factory=ModelSettings)
-    data: DataSettings = Field(default_factory=DataSettings)
-    training: OptimizationSettings = Field(default_factory=OptimizationSettings)
-    distributed: DistributedSettings = Field(default_factory=DistributedSettings)
-    run: RunSettings = Field(default_factory=RunSettings)
+    model: ModelSettings = ModelSettings()
+    data: DataSettings = DataSettings()
+    training: OptimizationSettings = OptimizationSettings()
+    distributed: DistributedSettings = DistributedSettings()
+    run: RunSettings = RunSettings()
 
 
 class TrainMarsRecipe(Settings):
     """MARS, after an AR SFT stage when `sft` is given."""
 
-    model: ModelSettings = Field(default_factory=ModelSettings)
-    data: DataSettings = Field(default_factory=DataSettings)
+    model: ModelSettings = ModelSettings()
+    data: DataSettings = DataSettings()
     sft: OptimizationSettings | None = Field(None, description="the AR SFT stage; null when the model has had it")
-    objective: ObjectiveSettings = Field(default_factory=ObjectiveSettings)
-    training: OptimizationSettings = Field(default_factory=OptimizationSettings, description="the MARS stage")
-    distributed: DistributedSettings = Field(default_factory=DistributedSettings)
-    run: RunSettings = Field(default_factory=RunSettings)
+    objective: ObjectiveSettings = ObjectiveSettings()
+    training: OptimizationSettings = Field(OptimizationSettings(), description="the MARS stage")
+    distributed: DistributedSettings = DistributedSettings()
+    run: RunSettings = RunSettings()
 
     @model_validator(mode="after")
     def _scratch_needs_sft(self) -> Self:
@@ -193,10 +193,10 @@ class GenerateRecipe(Settings):
     """Batch inference over a prompt set."""
 
     model: str | None = Field(None, description="model folder; null means the newest quickstart checkpoint")
-    prompts: PromptSettings = Field(default_factory=PromptSettings)
+    prompts: PromptSettings = PromptSettings()
     output: str = Field("runs/generate", description="output folder")
-    decoding: DecodingSettings = Field(default_factory=DecodingSettings)
-    actors: ActorSettings = Field(default_factory=ActorSettings)
+    decoding: DecodingSettings = DecodingSettings()
+    actors: ActorSettings = ActorSettings()
     max_error_share: Share = Field(1.0, description="exit code 3 when more of the rows than this could not be done")
     overwrite: bool = Field(False, description="delete an earlier output first")
 
@@ -205,10 +205,10 @@ class EvaluateRecipe(Settings):
     """Accuracy, tokens per forward and tokens per second at a grid of decoding settings."""
 
     model: str | None = Field(None, description="model folder; null means the newest quickstart checkpoint")
-    prompts: PromptSettings = Field(default_factory=PromptSettings)
+    prompts: PromptSettings = PromptSettings()
     output: str = Field("runs/evaluate", description="folder for the report and the answers of each setting")
     thresholds: tuple[float, ...] = Field((0.95, 0.9, 0.7, 0.5), description="tau values beside one-token decoding")
     windows: tuple[int, ...] = Field((), description="windows W of each tau; empty means the block size")
-    decoding: DecodingSettings = Field(default_factory=DecodingSettings)
-    actors: ActorSettings = Field(default_factory=ActorSettings)
+    decoding: DecodingSettings = DecodingSettings()
+    actors: ActorSettings = ActorSettings()
     overwrite: bool = Field(False, description="delete an earlier output first")

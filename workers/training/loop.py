@@ -46,6 +46,7 @@ class _Window:
     def __init__(self, device: torch.device) -> None:
         self.sums = torch.zeros(2, dtype=torch.float64, device=device)  # ar, mask
         self.counts = torch.zeros(4, dtype=torch.float64)  # response tokens, positions, padding, seconds of waiting
+        self.learning_rate = 0.0
         self.started = time.perf_counter()
 
     def metrics(self, step: int, engine: Any, objective: MarsObjective) -> Metrics:
@@ -62,7 +63,7 @@ class _Window:
             ar_loss=ar_loss,
             mask_loss=mask_loss,
             grad_norm=None if grad_norm is None else float(grad_norm),
-            learning_rate=engine.get_lr()[0],
+            learning_rate=self.learning_rate,
             response_tokens_per_second=num_responses / seconds,
             padding_share=num_padding / max(1.0, num_positions),
             data_wait_share=waited / dist.get_world_size() / seconds,
@@ -111,6 +112,7 @@ def train(
             engine.backward(sums.loss * (world_size / max(1, shape.num_response_tokens)), scale_wrt_gas=False)
             window.sums += torch.stack([sums.ar_sum, sums.mask_sum]).detach()
             window.counts[:3] += _counts(batch)
+        window.learning_rate = engine.get_lr()[0]
         engine.step()
         done, is_last = step + 1, step + 1 == num_steps
         is_checkpoint = done % checkpoint_every == 0 or is_last

@@ -1,0 +1,246 @@
+"""Batch inference: a prompt set through a pool of actors into an output folder.
+
+Rows in = rows in `part-*.parquet` + rows in `_errors/part-*.parquet`, each once, whatever is killed and however often the
+job is started; see `manifest` for how, and `inference_pool` for why the pool is our own.
+"""
+
+import json
+import logging
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pipelines import cluster
+from pipelines.inference_actor import ModelSetup, OutputTask
+from pipelines.inference_pool import InferencePool
+from pipelines.manifest import Manifest, Totals, fingerprint
+from pipelines.paths import resolve
+from pipelines.progress import Progress
+from pipelines.prompt_preflight import check_prompt_set, require_apart
+from pipelines.reports import environment, facts_table, text_table
+from pipelines.run_folder import newest_example_run
+from pipelines.work_units import PromptSet, list_prompt_files
+from workers.chat import check_prompt_format
+from workers.config import ActorSettings, DecodingSettings, GenerateRecipe
+from workers.errors import InputError
+from workers.models.folder import inspect_model_folder, load_tokenizer, read_multi_token_settings
+from workers.models.placeholder import find_placeholder
+
+EXIT_DONE, EXIT_TOO_MANY_BAD_ROWS = 0, 3
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class GenerationReport:
+    """What a job did; the content of `_report.json`.
+
+    Attributes:
+        num_rows, num_results, num_errors: rows of the set; rows with an answer; rows without. The first is the sum of the others.
+        errors: the rows without an answer by error code.
+        tokens_per_forward: generated tokens / forwards, sum over sum.
+        tokens_per_second: generated tokens of this start of the job / `seconds`.
+        seconds: wall time of this start from the first ready actor to the last unit, so without loading.
+        num_units, num_units_before: units of the set; those that an earlier start had finished.
+        exit_code: 0, or 3 when more rows than `max_error_share` allows have no answer.
+    """
+
+    num_rows: int
+    num_results: int
+    num_errors: int
+    errors: dict[str, int]
+    num_prompt_tokens: int
+    num_generated_tokens: int
+    num_forwards: int
+    tokens_per_forward: float
+    tokens_per_second: float
+    seconds: float
+    num_units: int
+    num_units_before: int
+    num_actors: int
+    num_restarts: int
+    exit_code: int
+    output: str
+    settings: dict[str, Any]
+    environment: dict[str, Any]
+
+    def table(self) -> str:
+        """The figures, then the errors by code."""
+        facts = {
+            "rows": self.num_rows,
+            "answers": self.num_results,
+            "errors": self.num_errors,
+            "tokens": self.num_generated_tokens,
+            "tokens/forward": self.tokens_per_forward,
+            "tokens/s": self.tokens_per_second,
+            "seconds": self.seconds,
+            "output": self.output,
+        }
+        errors = text_table(("error", "rows"), sorted(self.errors.items())) if self.errors else ""
+        return facts_table(facts) + ("\n" + errors if errors else "")
+
+
+@dataclass(frozen=True)
+class GenerationPlan:
+    """A checked job: nothing of it has been written yet."""
+
+    recipe: GenerateRecipe
+    setup: ModelSetup
+    prompt_set: PromptSet
+    manifest: Manifest
+
+    def task(self) -> OutputTask:
+        """What the actors are told about every unit."""
+        recipe, prompts = self.recipe, self.prompt_set
+        return OutputTask(recipe.output, recipe.prompts, recipe.decoding, prompts.id_type, prompts.extra)
+
+
+def run_generation(recipe: GenerateRecipe, *, dry_run: bool = False) -> GenerationReport | None:
+    """Runs or resumes a job and returns its report; a finished job is left as it is. A dry run checks everything and returns None.
+
+    Raises:
+        InputError: for everything that the user can mend, before a model loads where it can be known then.
+        PoolFailed: actors died too often; the same command resumes.
+    """
+    recipe = resolve_recipe(recipe)
+    manifest = open_manifest(recipe)
+    is_finished = manifest.check(overwrite=recipe.overwrite)
+    if is_finished and not dry_run:
+        _logger.info("%s is finished; overwrite=true would repeat it", recipe.output)
+        report = GenerationReport(**manifest.report())
+        return replace(report, exit_code=_exit_code(recipe, report.num_errors, report.num_rows))
+    plan = plan_generation(recipe, manifest)
+    _logger.info(
+        "%d prompts in %d files, %d units",
+        plan.prompt_set.num_rows,
+        len(plan.prompt_set.files),
+        plan.prompt_set.num_units,
+    )
+    if dry_run:
+        return None
+    connect(recipe.actors, recipe.output)
+    with InferencePool(plan.setup, recipe.decoding, recipe.actors) as pool:
+        return execute(plan, pool)
+
+
+def resolve_recipe(recipe: GenerateRecipe) -> GenerateRecipe:
+    """The recipe with absolute paths, and with the newest example run's model and held-out prompts where it names none."""
+    model, paths = recipe.model, recipe.prompts.paths
+    if model is None or not paths:
+        example = newest_example_run()
+        model = model or str(json.loads((example / "report.json").read_text())["model"])
+        paths = paths or (str(example / "example" / "heldout"),)
+    prompts = recipe.prompts.model_copy(update={"paths": tuple(resolve(path) for path in paths)})
+    return recipe.model_copy(update={"model": resolve(model), "prompts": prompts, "output": resolve(recipe.output)})
+
+
+def open_manifest(recipe: GenerateRecipe) -> Manifest:
+    """The manifest of a resolved recipe's output; looks at the listing of the input and at the model folder."""
+    assert recipe.model is not None
+    files = list_prompt_files(recipe.prompts.paths)
+    require_apart(recipe.prompts.paths, files, recipe.output)
+    inspect_model_folder(recipe.model)
+    uses_gpu = recipe.actors.num_gpus > 0
+    return Manifest(recipe.output, fingerprint(files, recipe.model, recipe.prompts, recipe.decoding, uses_gpu))
+
+
+def plan_generation(recipe: GenerateRecipe, manifest: Manifest) -> GenerationPlan:
+    """Checks model folder and prompts of a resolved recipe.
+
+    Raises:
+        InputError: what is wrong, and where.
+    """
+    assert recipe.model is not None
+    setup = model_setup(recipe.model, recipe.decoding, uses_gpu=recipe.actors.num_gpus > 0)
+    return GenerationPlan(recipe, setup, check_prompt_set(recipe.prompts, recipe.output), manifest)
+
+
+def model_setup(folder: str, decoding: DecodingSettings, *, uses_gpu: bool) -> ModelSetup:
+    """What the files of a model folder say about decoding with it, read without loading the weights.
+
+    Raises:
+        InputError: not a folder that can be decoded with these settings.
+    """
+    facts = inspect_model_folder(folder)
+    if (
+        decoding.max_length is not None
+        and facts.max_positions is not None
+        and decoding.max_length > facts.max_positions
+    ):
+        raise InputError(
+            "decoding.max_length", str(decoding.max_length), f"at most the model's {facts.max_positions} positions"
+        )
+    tokenizer = load_tokenizer(folder)
+    settings = read_multi_token_settings(folder)
+    if settings is not None:
+        check_prompt_format(tokenizer, settings.prompt_format, folder)  # type: ignore[arg-type]
+        return ModelSetup(
+            folder, settings.mask_token_id, settings.block_size, settings.prompt_format, facts.end_ids, uses_gpu
+        )
+    if decoding.mode != "one_token":
+        raise InputError(
+            "decoding.mode",
+            f"{decoding.mode}, but {folder} was not trained to predict several tokens (it has no marsray.json)",
+            "one_token for an ordinary model",
+            "Set decoding.mode=one_token, or train the model with jobs/train_mars.py.",
+        )
+    mask_token_id = find_placeholder(tokenizer, facts.vocab_size).token_id
+    prompt_format = "chat" if tokenizer.chat_template else "raw"
+    return ModelSetup(folder, mask_token_id, 1, prompt_format, facts.end_ids, uses_gpu)
+
+
+def connect(actors: ActorSettings, output: str) -> None:
+    """Joins the cluster and checks that it can hold the actors and that all of it sees the output folder."""
+    cluster.connect()
+    cluster.require_resources(
+        "actors.num_actors", num_workers=actors.num_actors, cpus=actors.num_cpus, gpus=actors.num_gpus
+    )
+    cluster.require_shared_folder("output", output)
+
+
+def execute(plan: GenerationPlan, pool: InferencePool, title: str = "generate") -> GenerationReport:
+    """Decodes what is not done yet with the actors of a pool, and publishes report and mark of success."""
+    recipe, prompt_set, manifest = plan.recipe, plan.prompt_set, plan.manifest
+    manifest.start(overwrite=recipe.overwrite)
+    totals = Totals()
+    finished = manifest.finished_units()
+    for entry in finished.values():
+        totals.add(entry)
+    if finished:
+        _logger.info("%s: resuming after %d of %d units", recipe.output, len(finished), prompt_set.num_units)
+    num_tokens_before = totals.num_generated_tokens
+    pool.wait_until_ready(everybody=False)
+    started = time.monotonic()
+    with Progress(title, prompt_set.num_rows, "rows") as progress:
+        for entry in pool.run(prompt_set.read(finished.keys()), plan.task()):
+            totals.add(entry)
+            rate = (totals.num_generated_tokens - num_tokens_before) / (time.monotonic() - started)
+            progress.update(totals.num_rows, f"{rate:.0f} tokens/s, {totals.errors.total()} errors")
+    seconds = time.monotonic() - started
+    assert (totals.num_units, totals.num_rows) == (prompt_set.num_units, prompt_set.num_rows), "rows were lost"
+    num_errors = totals.errors.total()
+    report = GenerationReport(
+        num_rows=totals.num_rows,
+        num_results=totals.num_results,
+        num_errors=num_errors,
+        errors=dict(totals.errors),
+        num_prompt_tokens=totals.num_prompt_tokens,
+        num_generated_tokens=totals.num_generated_tokens,
+        num_forwards=totals.num_forwards,
+        tokens_per_forward=totals.num_generated_tokens / max(1, totals.num_forwards),
+        tokens_per_second=(totals.num_generated_tokens - num_tokens_before) / seconds,
+        seconds=seconds,
+        num_units=totals.num_units,
+        num_units_before=len(finished),
+        num_actors=recipe.actors.num_actors,
+        num_restarts=pool.num_restarts,
+        exit_code=_exit_code(recipe, num_errors, totals.num_rows),
+        output=recipe.output,
+        settings=json.loads(recipe.model_dump_json()),
+        environment=environment(),
+    )
+    manifest.finish(vars(report))
+    return report
+
+
+def _exit_code(recipe: GenerateRecipe, num_errors: int, num_rows: int) -> int:
+    return EXIT_TOO_MANY_BAD_ROWS if num_errors > recipe.max_error_share * num_rows else EXIT_DONE

@@ -1,0 +1,203 @@
+"""What of a job is done: one small file per finished unit, and the settings that all of them share.
+
+Layout of an output folder, in the order in which things appear:
+
+    _manifest/job.json          the fingerprint: input, model and settings
+    part-UNIT.parquet           the answers of a unit
+    _errors/part-UNIT.parquet   its rows that could not be done
+    _manifest/unit-UNIT.json    the commit point: the unit is done, and these are its counts
+    _report.json, _SUCCESS      the job is done
+
+Every file appears as a whole, and a part's name is a function of its unit. So whatever is killed, a unit without its entry
+runs again and replaces its own files: each row is there once.
+"""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pipelines import storage
+from pipelines.prompt_rows import PromptFile
+from workers.config import DecodingSettings, PromptSettings
+from workers.errors import InputError
+
+_MANIFEST, _JOB, _UNIT, _SUCCESS, REPORT = "_manifest", "job.json", "unit-", "_SUCCESS", "_report.json"
+_OWN_NAMES = ("part-", "_errors/part-", f"{_MANIFEST}/", _SUCCESS, "_report.")
+# The number of slots changes the speed and not the text, so a job that ran out of memory can go on with fewer.
+_FREE_DECODING_FIELDS = {"num_slots"}
+_SAMPLE_BYTES, _NUM_SAMPLES = 64 << 10, 64
+
+
+@dataclass(frozen=True)
+class UnitEntry:
+    """The counts of one finished unit; what its manifest entry holds."""
+
+    unit: str
+    num_rows: int
+    num_results: int
+    errors: dict[str, int]
+    num_prompt_tokens: int
+    num_generated_tokens: int
+    num_forwards: int
+
+
+@dataclass
+class Totals:
+    """Sums over units."""
+
+    num_units: int = 0
+    num_rows: int = 0
+    num_results: int = 0
+    num_prompt_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_forwards: int = 0
+
+    def __post_init__(self) -> None:
+        self.errors: Counter[str] = Counter()
+
+    def add(self, entry: UnitEntry) -> None:
+        """Counts one finished unit."""
+        self.num_units += 1
+        self.num_rows += entry.num_rows
+        self.num_results += entry.num_results
+        self.num_prompt_tokens += entry.num_prompt_tokens
+        self.num_generated_tokens += entry.num_generated_tokens
+        self.num_forwards += entry.num_forwards
+        self.errors.update(entry.errors)
+
+
+class Manifest:
+    """The state of one output folder."""
+
+    def __init__(self, output: str, fingerprint: Mapping[str, Any]) -> None:
+        self.output, self._fingerprint = output, dict(fingerprint)
+
+    def check(self, *, overwrite: bool) -> bool:
+        """Looks at the output folder and writes nothing.
+
+        Returns:
+            Whether the job is finished already, so that nothing is left to do.
+
+        Raises:
+            InputError: the folder holds files of somebody else, or a job with other input, model or settings; names the first
+                field that differs.
+        """
+        if not storage.is_s3(self.output) and Path(self.output).is_file():
+            raise InputError("output", f"{self.output}, a file", "a folder")
+        job = storage.join(self.output, _MANIFEST, _JOB)
+        is_ours = storage.find_file(job) is not None
+        self._require_no_foreign_parts(is_ours, overwrite)
+        if overwrite or not is_ours:
+            return False
+        before = json.loads(storage.read_bytes(job))
+        for field in sorted(before.keys() | self._fingerprint.keys()):
+            old, new = before.get(field), self._fingerprint.get(field)
+            if old != new:
+                raise InputError(
+                    field,
+                    _short(new),
+                    f"{_short(old)}, as in the job that {self.output} holds",
+                    "Repeat those settings to resume it, name another output, or set overwrite=true.",
+                )
+        return storage.find_file(storage.join(self.output, _SUCCESS)) is not None
+
+    def start(self, *, overwrite: bool) -> None:
+        """Takes the folder for this job, after the files of an earlier one are deleted if so asked."""
+        if overwrite:
+            storage.delete(self.output)
+        self._remove_half_written()
+        path = storage.join(self.output, _MANIFEST, _JOB)
+        storage.publish_bytes(path, (json.dumps(self._fingerprint, indent=1) + "\n").encode())
+
+    def finished_units(self) -> dict[str, UnitEntry]:
+        """The units that are done, by name."""
+        entries = {}
+        for info in storage.list_folder(storage.join(self.output, _MANIFEST)):
+            if Path(info.path).name.startswith(_UNIT):
+                entry = UnitEntry(**json.loads(storage.read_bytes(info.path)))
+                entries[entry.unit] = entry
+        return entries
+
+    def finish(self, report: Mapping[str, Any]) -> None:
+        """Publishes the report, then the mark of success."""
+        storage.publish_bytes(storage.join(self.output, REPORT), (json.dumps(report, indent=1) + "\n").encode())
+        storage.publish_bytes(storage.join(self.output, _SUCCESS), b"")
+
+    def report(self) -> dict[str, Any]:
+        """The report of a finished job."""
+        report: dict[str, Any] = json.loads(storage.read_bytes(storage.join(self.output, REPORT)))
+        return report
+
+    def _remove_half_written(self) -> None:
+        """Killed writers on a local disk leave hidden temporary files, which nobody reads; S3 has none."""
+        if not storage.is_s3(self.output):
+            for folder in ("", "_errors", _MANIFEST):
+                for path in Path(self.output, folder).glob(".*.tmp"):
+                    path.unlink(missing_ok=True)
+
+    def _require_no_foreign_parts(self, is_ours: bool, overwrite: bool) -> None:
+        """Other files may lie in the folder as long as nobody could take them for results, or would delete them."""
+        start = len(self.output.rstrip("/")) + 1
+        for info in storage.list_folder(self.output):
+            is_own = info.path[start:].startswith(_OWN_NAMES)
+            if (is_own and not is_ours) or (overwrite and not is_own):
+                found = f"{info.path}, which no job of this kind has written"
+                raise InputError("output", found, "a new folder, or the output of an earlier job", "Name another one.")
+
+
+def publish_entry(output: str, entry: UnitEntry) -> None:
+    """Marks a unit as done, after its files are published."""
+    path = storage.join(output, _MANIFEST, f"{_UNIT}{entry.unit}.json")
+    storage.publish_bytes(path, json.dumps(asdict(entry)).encode())
+
+
+def fingerprint(
+    files: tuple[PromptFile, ...], model: str, prompts: PromptSettings, decoding: DecodingSettings, uses_gpu: bool
+) -> dict[str, Any]:
+    """Everything that a row's answer depends on, as flat fields that a resumed job must have in common with its beginning."""
+    return {
+        "format": 1,
+        "prompts.paths": [[file.path, file.size] for file in files],
+        **{f"prompts.{name}": value for name, value in _plain(prompts).items() if name != "paths"},
+        "model": identify_model(model),
+        **{f"decoding.{name}": value for name, value in _plain(decoding).items() if name not in _FREE_DECODING_FIELDS},
+        "actors.num_gpus": "some" if uses_gpu else "none",  # the floats differ
+    }
+
+
+def identify_model(folder: str) -> str:
+    """A digest of a model folder: small files whole, of large ones the size and evenly spread samples.
+
+    Checkpoints of one training run have the same sizes, so sizes alone do not tell them apart; reading them whole takes minutes.
+    """
+    digest = hashlib.sha256()
+    for info in storage.list_folder(folder):
+        name = Path(info.path).name
+        if not name.endswith((".json", ".safetensors", ".bin", ".model", ".jinja", ".txt")):
+            continue
+        digest.update(f"{name}:{info.size}\n".encode())
+        with storage.open_read(info.path) as file:
+            for start in _sample_starts(info.size):
+                file.seek(start)
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def _sample_starts(size: int) -> list[int]:
+    if size <= _SAMPLE_BYTES * _NUM_SAMPLES:
+        return list(range(0, size, _SAMPLE_BYTES))
+    return [(size - _SAMPLE_BYTES) * index // (_NUM_SAMPLES - 1) for index in range(_NUM_SAMPLES)]
+
+
+def _plain(settings: PromptSettings | DecodingSettings) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads(settings.model_dump_json())
+    return values
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 200 else f"{text[:200]} ... ({len(text)} characters)"

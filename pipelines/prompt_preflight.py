@@ -1,0 +1,255 @@
+"""The check of a whole prompt set before a model loads: one pass, with memory that does not grow with it (see `prompt_ids`).
+
+What is wrong with a shard or with the ids stops the job here; what is wrong with one row becomes that row's error.
+"""
+
+import io
+import itertools
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipelines.prompt_ids import NUM_SHOWN, IdIndex
+from pipelines.prompt_rows import PromptFile, RawRow, json_rows, parquet_batches, parquet_schema, read_chunks
+from pipelines.work_units import PromptSet, list_prompt_files
+from workers.config import PromptSettings
+from workers.errors import InputError
+
+RESULT_COLUMNS = (
+    "id",
+    "text",
+    "token_ids",
+    "finish_reason",
+    "num_prompt_tokens",
+    "num_generated_tokens",
+    "num_forwards",
+)
+_JSON_CHUNK = 1024
+_NOT_ONE_TYPE = (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError)
+
+
+def check_prompt_set(settings: PromptSettings, output: str) -> PromptSet:
+    """Reads the set once and returns what the job needs to know about it.
+
+    Raises:
+        InputError: no files or rows; output and input overlap; a shard without prompts or with a column of a wrong type;
+            ids that are null, double, of mixed or unfit types, with locations; passed-through columns that are absent or
+            have several types.
+    """
+    _check_passthrough_names(settings)
+    files = list_prompt_files(settings.paths)
+    require_apart(settings.paths, files, output)
+    extra = _ExtraTypes(settings.passthrough)
+    num_rows_of = []
+    with IdIndex(settings.id_column) as ids:
+        for number, file in enumerate(files):
+            check = _check_parquet if file.is_parquet else _check_json
+            num_rows_of.append(check(settings, file, number, ids, extra))
+        has_ids = ids.has_ids()
+        ids.require_present()
+        _require_unique(settings, files, ids)
+        id_type = pa.int64() if ids.kind() == "integer" else pa.string()
+    if not sum(num_rows_of):
+        raise InputError("prompts.paths", f"no rows in {len(files)} files", "at least one prompt")
+    return PromptSet(settings, files, tuple(num_rows_of), id_type, has_ids, extra.schema())
+
+
+def require_apart(paths: Sequence[str], files: Sequence[PromptFile], output: str) -> None:
+    """Refuses an output folder that is an input, lies inside one, or holds one: writing there would change the input.
+
+    Raises:
+        InputError: names both.
+    """
+    place = output.rstrip("/")
+    for path in [*paths, *(file.path for file in files)]:
+        inside = f"{place}/".startswith(f"{path.rstrip('/')}/")
+        if inside or path.startswith(f"{place}/"):
+            what = "equal to or inside" if inside else "around"
+            raise InputError("output", f"{output}, {what} the input {path}", "a folder of its own", "Name another one.")
+
+
+def _check_passthrough_names(settings: PromptSettings) -> None:
+    for index, name in enumerate(settings.passthrough):
+        if name in RESULT_COLUMNS:
+            expected = f"a name other than {', '.join(RESULT_COLUMNS)}"
+            raise InputError("prompts.passthrough", repr(name), expected, "Rename the column in the input.")
+        if name in settings.passthrough[:index]:
+            raise InputError("prompts.passthrough", f"{name!r} twice", "each column once")
+
+
+class _ExtraTypes:
+    """The types of the passed-through columns, widened as shards are read (integers to floats, null to anything)."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._types: dict[str, tuple[pa.DataType, str]] = {name: (pa.null(), "") for name in names}
+
+    def names(self) -> list[str]:
+        return list(self._types)
+
+    def add(self, name: str, new_type: pa.DataType, where: str) -> None:
+        old_type, first = self._types[name]
+        schemas = [pa.schema([(name, each)]) for each in (old_type, new_type)]
+        try:
+            unified = pa.unify_schemas(schemas, promote_options="permissive").field(name).type
+        except _NOT_ONE_TYPE as error:
+            found = f"column {name!r} is {old_type} in {first} and {new_type} in {where}"
+            raise InputError("prompts.passthrough", found, "one type in all shards", "Convert one of them.") from error
+        self._types[name] = (unified, first or where)
+
+    def add_values(self, name: str, rows: Sequence[RawRow]) -> None:
+        """The column's type in some JSON rows."""
+        try:
+            self.add(name, pa.array([row.values.get(name) for row in rows]).type, rows[0].location)
+        except _NOT_ONE_TYPE:
+            for row in rows:
+                try:
+                    self.add(name, pa.array([row.values.get(name)]).type, row.location)
+                except _NOT_ONE_TYPE as error:
+                    raise InputError(row.location, f"{name!r}: {error}", "a value that has one Arrow type") from error
+
+    def schema(self) -> pa.Schema:
+        """Raises InputError when Parquet cannot hold a column."""
+        schema = pa.schema([(name, column_type) for name, (column_type, _) in self._types.items()])
+        try:
+            pq.write_table(schema.empty_table(), io.BytesIO())
+        except _NOT_ONE_TYPE as error:
+            raise InputError("prompts.passthrough", str(error), "columns that Parquet can hold") from error
+        return schema
+
+
+def _require_unique(settings: PromptSettings, files: Sequence[PromptFile], ids: IdIndex) -> None:
+    pairs = ids.duplicates()
+    if not pairs:
+        return
+    shown = []
+    for first, second in pairs:
+        row = _row_at(files[second[0]], settings.id_column, second[1])
+        location = _row_at(files[first[0]], settings.id_column, first[1]).location
+        shown.append(f"{row.values[settings.id_column]!r} at {location} and {row.location}")
+    raise InputError(
+        f"prompts.id_column `{settings.id_column}`",
+        f"duplicate ids: {'; '.join(shown)}",
+        "each id once",
+        "Make them unique, or name a column that no shard has to have ids made from file and row number.",
+    )
+
+
+def _row_at(file: PromptFile, column: str, row: int) -> RawRow:
+    for rows, _ in read_chunks(file, (column,), pa.schema([])):
+        if row < len(rows):
+            return rows[row]
+        row -= len(rows)
+    raise InputError(file.path, "fewer rows than a moment ago", "input that stays the same during a job")
+
+
+def _check_parquet(settings: PromptSettings, file: PromptFile, number: int, ids: IdIndex, extra: _ExtraTypes) -> int:
+    schema, num_rows = parquet_schema(file)
+    _require_prompt(settings, file, schema.names)
+    _check_prompt_types(settings, file, schema)
+    for name in extra.names():
+        if name not in schema.names:
+            raise _no_extra(file, name)
+        extra.add(name, schema.field(name).type, file.path)
+    has_ids = settings.id_column in schema.names
+    scan = _IdScan(ids, number)
+    if has_ids:
+        for batch in parquet_batches(file, [settings.id_column]):
+            start = scan.num_rows
+            values = batch.column(0).to_pylist()
+            scan.add([(value, f"{file.path} row {start + index}") for index, value in enumerate(values)])
+    ids.end_file(file, scan.null_locations, scan.num_nulls, has_column=has_ids)
+    return num_rows
+
+
+def _check_json(settings: PromptSettings, file: PromptFile, number: int, ids: IdIndex, extra: _ExtraTypes) -> int:
+    """Lines that cannot be read count as rows; they have no id to check."""
+    columns = [settings.id_column, settings.prompt_column, settings.messages_column, *extra.names()]
+    seen: set[str] = set()
+    scan = _IdScan(ids, number)
+    rows = json_rows(file, columns)
+    while chunk := list(itertools.islice(rows, _JSON_CHUNK)):
+        readable = [row for row in chunk if not row.problem]
+        seen.update(*(row.values for row in readable))
+        for name in extra.names() if readable else ():
+            extra.add_values(name, readable)
+        scan.add([(_UNREADABLE if row.problem else row.values.get(settings.id_column), row.location) for row in chunk])
+    if scan.num_rows > scan.num_unreadable:
+        _require_prompt(settings, file, seen)
+        for name in extra.names():
+            if name not in seen:
+                raise _no_extra(file, name)
+        ids.end_file(file, scan.null_locations, scan.num_nulls, has_column=settings.id_column in seen)
+    return scan.num_rows
+
+
+_UNREADABLE = object()
+
+
+class _IdScan:
+    """Counts the rows of one file and puts their ids into the index."""
+
+    def __init__(self, ids: IdIndex, number: int) -> None:
+        self._ids, self._number = ids, number
+        self.num_rows = self.num_nulls = self.num_unreadable = 0
+        self.null_locations: list[str] = []
+
+    def add(self, rows: Sequence[tuple[Any, str]]) -> None:
+        """Takes id and location of the next rows."""
+        kept: list[tuple[int, Any, str]] = []
+        for row, (value, location) in enumerate(rows, start=self.num_rows):
+            if value is _UNREADABLE:
+                self.num_unreadable += 1
+            elif value is None:
+                self.num_nulls += 1
+                self.null_locations = [*self.null_locations, location][:NUM_SHOWN]
+            else:
+                kept.append((row, value, location))
+        self.num_rows += len(rows)
+        self._ids.add(self._number, [r for r, _, _ in kept], [v for _, v, _ in kept], [where for _, _, where in kept])
+
+
+def _require_prompt(settings: PromptSettings, file: PromptFile, names: Collection[str]) -> None:
+    if settings.prompt_column not in names and settings.messages_column not in names:
+        raise InputError(
+            file.path,
+            f"columns {', '.join(sorted(names)) or '(none)'}",
+            f"`{settings.prompt_column}` or `{settings.messages_column}`",
+            "Set prompts.prompt_column or prompts.messages_column.",
+        )
+
+
+def _check_prompt_types(settings: PromptSettings, file: PromptFile, schema: pa.Schema) -> None:
+    for name, expected, is_fit in (
+        (settings.prompt_column, "strings", _is_text),
+        (settings.messages_column, "a list of {role, content}", _is_messages),
+    ):
+        if name in schema.names and not is_fit(schema.field(name).type):
+            raise InputError(file.path, f"column {name!r} of type {schema.field(name).type}", expected)
+
+
+def _is_text(column_type: pa.DataType) -> bool:
+    if pa.types.is_dictionary(column_type):
+        column_type = column_type.value_type
+    return bool(
+        pa.types.is_string(column_type)
+        or pa.types.is_large_string(column_type)
+        or pa.types.is_string_view(column_type)
+        or pa.types.is_null(column_type)
+    )
+
+
+def _is_messages(column_type: pa.DataType) -> bool:
+    if pa.types.is_null(column_type):
+        return True
+    if not (pa.types.is_list(column_type) or pa.types.is_large_list(column_type)):
+        return False
+    message = column_type.value_type
+    return pa.types.is_null(message) or (
+        pa.types.is_struct(message) and {"role", "content"} <= {field.name for field in message}
+    )
+
+
+def _no_extra(file: PromptFile, name: str) -> InputError:
+    return InputError("prompts.passthrough", f"no column {name!r} in {file.path}", "the column in every shard")

@@ -1,0 +1,185 @@
+"""Files on a local disk and on S3 by the same calls: list, open, publish, delete.
+
+A path is a local path or `s3://bucket/key`. What is published becomes visible as a whole or not at all: locally by a
+rename, on S3 by one PUT. Problems that the user can fix raise `InputError` with the path.
+"""
+
+import glob
+import io
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, cast
+
+import pyarrow as pa
+
+from pipelines import s3_objects
+from pipelines.s3_objects import FileInfo
+from workers.errors import InputError
+
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+
+
+def is_s3(path: str) -> bool:
+    """Whether the path names an S3 object or prefix."""
+    return path.startswith(s3_objects.SCHEME)
+
+
+def join(base: str, *names: str) -> str:
+    """`base/name/...` for local paths and S3 URIs alike."""
+    if is_s3(base):
+        return "/".join([base.rstrip("/"), *(name.strip("/") for name in names)])
+    return os.path.join(base, *names)
+
+
+def exists(path: str) -> bool:
+    """Whether a file, or a folder, is there; on S3 a folder is there when a file is below it."""
+    if is_s3(path):
+        return s3_objects.find(path) is not None or s3_objects.has_any(path)
+    return os.path.exists(path)
+
+
+def find_file(path: str) -> FileInfo | None:
+    """The file of exactly this path, or None."""
+    if is_s3(path):
+        return s3_objects.find(path)
+    return _local_info(path) if os.path.isfile(path) else None
+
+
+def list_folder(folder: str) -> list[FileInfo]:
+    """All files below a folder at any depth, sorted by path, without dot names; a missing folder is empty."""
+    if is_s3(folder):
+        return s3_objects.list_folder(folder)
+    found = []
+    with _clear_errors(folder):
+        for parent, folders, names in os.walk(folder, onerror=_raise_unless_missing):
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            found += [_local_info(os.path.join(parent, name)) for name in names if not name.startswith(".")]
+    return sorted(found, key=lambda info: info.path)
+
+
+def list_glob(pattern: str) -> list[FileInfo]:
+    """The files that match a glob, sorted by path: `*` and `?` stay inside a path part, `**` does not; no dot names."""
+    if is_s3(pattern):
+        return s3_objects.list_glob(pattern)
+    with _clear_errors(pattern):
+        return [_local_info(path) for path in sorted(glob.glob(pattern, recursive=True)) if os.path.isfile(path)]
+
+
+def open_read(path: str) -> BinaryIO:
+    """Opens a file for reading, seekable.
+
+    Raises:
+        InputError: the file, or its bucket, does not exist or may not be read.
+    """
+    if is_s3(path):
+        return s3_objects.open_read(path)
+    with _clear_errors(path):
+        return open(path, "rb")
+
+
+def open_input(path: str) -> BinaryIO:
+    """Opens a file for reading as a stream; `.gz` and `.zst` are decompressed on the way."""
+    file = open_read(path)
+    codec = COMPRESSIONS.get(os.path.splitext(path)[1].lower())
+    return file if codec is None else cast(BinaryIO, io.BufferedReader(pa.CompressedInputStream(file, codec)))
+
+
+def read_bytes(path: str) -> bytes:
+    """The whole content of a file."""
+    with open_read(path) as file:
+        return file.read()
+
+
+def publish_bytes(path: str, data: bytes) -> None:
+    """Writes a file as a whole: readers see the old content or the new, never a half."""
+    if is_s3(path):
+        s3_objects.put_bytes(path, data)
+        return
+    with _local_temporary(path) as temporary, open(temporary, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def publish_file(local_path: str, path: str) -> None:
+    """Copies a local file to `path` as a whole; the local file stays."""
+    if is_s3(path):
+        s3_objects.put_file(local_path, path)
+        return
+    with _local_temporary(path) as temporary:
+        shutil.copyfile(local_path, temporary)
+        with open(temporary, "rb+") as file:
+            os.fsync(file.fileno())
+
+
+def publish_folder(local_folder: str, path: str) -> None:
+    """Copies a local folder to `path`, replacing what was there.
+
+    Locally the new folder appears by a rename. S3 has no renames: each file appears as a whole, in sorted order, so a
+    caller that needs one moment of truth publishes a marker file after this call.
+    """
+    if is_s3(path):
+        s3_objects.delete(path)
+        for info in list_folder(local_folder):
+            publish_file(info.path, join(path, *Path(info.path).relative_to(local_folder).parts))
+        return
+    with _local_temporary(path) as temporary:
+        shutil.copytree(local_folder, temporary)
+        delete(path)
+
+
+def delete(path: str) -> None:
+    """Deletes a file, or a folder with all that is below it; nothing happens when it is not there."""
+    if is_s3(path):
+        s3_objects.delete(path)
+        return
+    with _clear_errors(path):
+        _delete_local(path)
+
+
+def _local_info(path: str) -> FileInfo:
+    status = os.stat(path)
+    return FileInfo(path, status.st_size, str(status.st_mtime_ns))
+
+
+def _delete_local(path: str) -> None:
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path)
+    elif os.path.lexists(path):
+        os.remove(path)
+
+
+def _raise_unless_missing(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):
+        raise error
+
+
+@contextmanager
+def _local_temporary(path: str) -> Iterator[str]:
+    """A hidden name beside `path` that is renamed to it when the block succeeds, and removed when it does not."""
+    with _clear_errors(path):
+        parent, name = os.path.split(os.path.abspath(path))
+        os.makedirs(parent, exist_ok=True)
+        temporary = os.path.join(parent, f".{name}.{uuid.uuid4().hex}.tmp")
+        try:
+            yield temporary
+            os.replace(temporary, path)
+        finally:
+            _delete_local(temporary)
+
+
+@contextmanager
+def _clear_errors(path: str) -> Iterator[None]:
+    """Turns what a user can fix into `InputError`; anything else passes unchanged."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise InputError(path, "no such file or folder", "an existing path", "Check the spelling.") from error
+    except PermissionError as error:
+        raise InputError(path, "no permission", "a path this user may use") from error
+    except (NotADirectoryError, IsADirectoryError, FileExistsError) as error:
+        raise InputError(path, str(error.strerror).lower(), "a path of the right kind") from error

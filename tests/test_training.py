@@ -1,0 +1,165 @@
+"""Training runs through Ray Data, Ray Train and DeepSpeed: what they leave, what they refuse, how they resume."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from jobs import command_line, train_mars, train_sft
+from pipelines.training import run_training
+from workers.config import TrainMarsRecipe
+from workers.errors import InputError
+from workers.models.folder import read_multi_token_settings
+
+ROOT = Path(__file__).resolve().parent.parent
+MODEL = "model.from_scratch={vocab_size: 300, hidden_size: 32, intermediate_size: 48, num_layers: 1, num_heads: 2, num_kv_heads: 2}"
+
+
+def write_shard(folder: Path, num_rows: int = 40) -> Path:
+    """Questions of several lengths, and one row that has to be rejected."""
+    rows = [{"question": f"Say {i} twice.", "answer": " ".join([str(i)] * 2 * (1 + i % 3))} for i in range(num_rows)]
+    rows.insert(3, {"question": "Nothing?", "answer": None})
+    path = folder / "shard.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def arguments(shard: Path, output: Path) -> list[str]:
+    return [
+        f"data.train={shard}",
+        "data.prompt_column=question",
+        "data.response_column=answer",
+        "data.max_length=128",
+        MODEL,
+        "sft={num_steps: 2, samples_per_step: 6, learning_rate: 1e-2}",
+        "training={num_steps: 8, samples_per_step: 6, learning_rate: 1e-2, row_tokens: 64, micro_batch_rows: 2}",
+        "objective.block_size=4",
+        "distributed.zero_stage=2",
+        f"run.output={output}",
+        "run.log_every=1",
+        "run.checkpoint_every=2",
+    ]
+
+
+def recipe_of(*argument_lists: str) -> TrainMarsRecipe:
+    return command_line.parse(TrainMarsRecipe, "train_mars.yaml", list(argument_lists))[0]
+
+
+def losses(output: Path, stage: str) -> dict[int, float]:
+    lines = [json.loads(line) for line in (output / stage / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    return {line["step"]: line["loss"] for line in lines}
+
+
+@pytest.fixture(scope="module")
+def finished(ray_session, tmp_path_factory) -> tuple[Path, Path, dict]:
+    """An unbroken run of both stages: shard, run folder, report."""
+    folder = tmp_path_factory.mktemp("run")
+    shard = write_shard(folder)
+    report = run_training(recipe_of(*arguments(shard, folder / "run")))
+    assert report is not None
+    return shard, folder / "run", report
+
+
+def test_both_stages_leave_ordinary_model_folders(finished):
+    _, output, report = finished
+    assert report["data"] == {"samples": 40, "rejected": 1, "reasons": {"null content": 1}}
+    for stage, block_size in (("sft", 1), ("mars", 4)):
+        folder = output / stage / "model"
+        settings = read_multi_token_settings(str(folder))
+        assert settings is not None
+        assert settings.block_size == block_size
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        assert tokenizer.mask_token_id == settings.mask_token_id
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": "Say 7 twice."}], add_generation_prompt=True, return_tensors="pt"
+        )["input_ids"]
+        answer = model.generate(prompt, max_new_tokens=4, do_sample=False)
+        assert settings.mask_token_id not in answer
+        assert report["stages"][stage]["model"] == str(folder)
+    assert report["model"] == str(output / "mars" / "model")
+    assert json.loads((output / "report.json").read_text()) == report
+
+
+def test_the_loss_falls_and_the_weights_move(finished):
+    _, output, _ = finished
+    curve = losses(output, "mars")
+    assert len(curve) == 8
+    assert curve[8] < curve[1]
+    before = AutoModelForCausalLM.from_pretrained(output / "sft" / "model").state_dict()
+    after = AutoModelForCausalLM.from_pretrained(output / "mars" / "model").state_dict()
+    assert all(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_second_run_does_nothing_and_other_settings_are_refused(finished):
+    shard, output, report = finished
+    before = {path: path.stat().st_mtime_ns for path in output.rglob("*") if path.is_file()}
+    assert run_training(recipe_of(*arguments(shard, output))) == report
+    assert {path: path.stat().st_mtime_ns for path in output.rglob("*") if path.is_file()} == before
+    with pytest.raises(InputError, match=r"objective\.block_size: found 8; expected 4"):
+        run_training(recipe_of(*arguments(shard, output), "objective.block_size=8"))
+
+
+def test_a_killed_driver_resumes_with_the_curve_of_an_unbroken_run(finished, tmp_path):
+    shard, unbroken, _ = finished
+    output = tmp_path / "run"
+    command = [sys.executable, str(ROOT / "jobs" / "train_mars.py"), *arguments(shard, output)]
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    driver = subprocess.Popen(command, env=environment, cwd=tmp_path, start_new_session=True)
+    metrics = output / "mars" / "metrics.jsonl"
+    deadline = time.monotonic() + 300
+    while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 3) and driver.poll() is None:
+        assert time.monotonic() < deadline, "the run did not start"
+        time.sleep(0.02)
+    was_running = driver.poll() is None
+    os.killpg(driver.pid, signal.SIGKILL)
+    driver.wait()
+    assert was_running, "the run ended before it could be killed"
+    assert not (output / "report.json").exists()
+    run_training(recipe_of(*arguments(shard, output)))
+    assert losses(output, "mars") == pytest.approx(losses(unbroken, "mars"), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("data.train=nowhere/*.jsonl", "data.train"),
+        ("data.response_column=reply", "answer, question"),
+        ("model.path=nowhere", "nowhere"),
+        ("objective.block_size=65", "objective.block_size"),
+        ("training.num_step=3", "num_steps"),
+    ],
+)
+def test_bad_input_ends_with_exit_code_2_and_leaves_nothing(change, words, tmp_path, caplog):
+    output = tmp_path / "run"
+    assert train_mars.main([*arguments(write_shard(tmp_path), output), change]) == 2
+    assert words in caplog.text
+    assert not output.exists()
+
+
+def test_a_folder_with_other_files_is_never_overwritten(tmp_path):
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "thesis.txt").write_text("years of work")
+    for overwrite in ("false", "true"):
+        code = train_sft.main(
+            [f"data.train={write_shard(tmp_path)}", "data.prompt_column=question", "data.response_column=answer"]
+            + [f"run.output={precious}", f"run.overwrite={overwrite}"]
+        )
+        assert code == 2
+    assert (precious / "thesis.txt").read_text() == "years of work"
+
+
+def test_a_dry_run_checks_and_writes_nothing(tmp_path, capsys):
+    output = tmp_path / "run"
+    assert train_mars.main([*arguments(write_shard(tmp_path), output), "--dry-run"]) == 0
+    assert "block_size: 4" in capsys.readouterr().out
+    assert not output.exists()

@@ -1,0 +1,180 @@
+"""What a Hugging Face model folder says about its model, read without loading the weights. Torch-free."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from workers.errors import InputError
+
+MULTI_TOKEN_FILE = "marsray.json"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tekken.json")
+# Models whose state is not a list of keys and values: positions cannot be masked, repeated or taken back.
+RECURRENT_TYPES = frozenset(
+    [
+        "bailing_hybrid",
+        "bamba",
+        "falcon_h1",
+        "falcon_mamba",
+        "glm5_next",
+        "granitemoehybrid",
+        "inkling",
+        "inkling2",
+        "inkling2_loop",
+        "jamba",
+        "kimi_linear",
+        "lara_mini",
+        "lfm2",
+        "lfm2_moe",
+        "lfm3",
+        "mamba",
+        "mamba2",
+        "minimax",
+        "nemotron_h",
+        "olmo_hybrid",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "qwen3_5_moe_text",
+        "qwen3_5_text",
+        "qwen3_next",
+        "qwen4_exp",
+        "recurrent_gemma",
+        "rwkv",
+        "xlstm",
+        "zamba",
+        "zamba2",
+        "zaya",
+    ]
+)
+# Models that make positions from the order of tokens: a placeholder could not stand where its token does.
+ALIBI_TYPES = frozenset(["bloom", "mpt"])
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Of a model folder: embedding rows, type, longest sequence (None: no limit given), ids that end an answer."""
+
+    vocab_size: int
+    model_type: str
+    max_positions: int | None
+    end_ids: frozenset[int]
+
+
+@dataclass(frozen=True)
+class MultiTokenSettings:
+    """What a decoder has to know about a checkpoint beyond its Hugging Face files; the content of `marsray.json`."""
+
+    mask_token_id: int
+    block_size: int
+    prompt_format: str
+    objective: str
+
+
+def inspect_model_folder(folder: str) -> ModelFacts:
+    """Facts from config.json, generation_config.json and the tokenizer's files.
+
+    Raises:
+        InputError: no such folder, no readable config.json, or a model type with recurrent state or ALiBi.
+    """
+    config = _read_config(folder)
+    model_type = str(config.get("model_type"))
+    if model_type in RECURRENT_TYPES:
+        raise InputError(folder, f"model type {model_type}, which has recurrent state", "an attention-only model type")
+    if model_type in ALIBI_TYPES or config.get("alibi"):
+        raise InputError(folder, f"model type {model_type} with ALiBi", "a model that takes position ids")
+    text_config = config.get("text_config") or config
+    if "vocab_size" not in text_config:
+        raise InputError(f"{folder}/config.json", "no vocab_size", "the config of a causal language model")
+    lengths = [text_config.get(name) for name in ("max_position_embeddings", "n_positions", "max_sequence_length")]
+    return ModelFacts(
+        vocab_size=int(text_config["vocab_size"]),
+        model_type=model_type,
+        max_positions=next((int(length) for length in lengths if length is not None), None),
+        end_ids=_end_ids(folder, text_config),
+    )
+
+
+def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder, which must have one of its own.
+
+    Raises:
+        InputError: no such folder, or no tokenizer files in it.
+    """
+    _require_folder(folder)
+    if not any((Path(folder) / name).is_file() for name in TOKENIZER_FILES):
+        raise InputError(folder, "no tokenizer", f"one of {', '.join(TOKENIZER_FILES)}", "Copy the model's tokenizer.")
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    return tokenizer
+
+
+def read_multi_token_settings(folder: str) -> MultiTokenSettings | None:
+    """The settings in `marsray.json`; None when the folder has none, as an ordinary model.
+
+    Raises:
+        InputError: the file is not what `write_multi_token_settings` writes.
+    """
+    path = Path(folder) / MULTI_TOKEN_FILE
+    if not path.is_file():
+        return None
+    values = _read_json(path)
+    types = {"mask_token_id": int, "block_size": int, "prompt_format": str, "objective": str}
+    if {name: type(value) for name, value in values.items()} != types:
+        expected = ", ".join(f"{name} ({kind.__name__})" for name, kind in types.items())
+        raise InputError(str(path), f"the keys {', '.join(sorted(values))}", expected, "Export the checkpoint again.")
+    return MultiTokenSettings(**values)
+
+
+def write_multi_token_settings(settings: MultiTokenSettings, folder: Path) -> None:
+    """Put `marsray.json` into a model folder."""
+    (folder / MULTI_TOKEN_FILE).write_text(json.dumps(asdict(settings), indent=2) + "\n", encoding="utf-8")
+
+
+def _require_folder(folder: str) -> None:
+    if not Path(folder).is_dir():
+        raise InputError("model.path", f"{folder!r}, which is no folder", "a local Hugging Face model folder")
+
+
+def _read_config(folder: str) -> dict[str, Any]:
+    _require_folder(folder)
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise InputError(folder, "no config.json", "a Hugging Face model folder")
+    return _read_json(path)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise InputError(str(path), f"invalid JSON ({error})", "a JSON object") from error
+    if not isinstance(values, dict):
+        raise InputError(str(path), f"a JSON {type(values).__name__}", "a JSON object")
+    return values
+
+
+def _end_ids(folder: str, text_config: dict[str, Any]) -> frozenset[int]:
+    """All that ends an answer: end ids of the generation config, of the model config, and of the tokenizer."""
+    stated = [text_config.get("eos_token_id")]
+    generation = Path(folder) / "generation_config.json"
+    if generation.is_file():
+        stated.append(_read_json(generation).get("eos_token_id"))
+    stated.append(_tokenizer_end_id(folder))
+    flat = [entry for value in stated for entry in (value if isinstance(value, list) else [value])]
+    return frozenset(int(entry) for entry in flat if entry is not None)
+
+
+def _tokenizer_end_id(folder: str) -> int | None:
+    """The id of the tokenizer's end token, from its files; None when they name none."""
+    settings, tokenizer = Path(folder) / "tokenizer_config.json", Path(folder) / "tokenizer.json"
+    if not (settings.is_file() and tokenizer.is_file()):
+        return None
+    end_token = _read_json(settings).get("eos_token")
+    name = end_token.get("content") if isinstance(end_token, dict) else end_token
+    content = _read_json(tokenizer)
+    added = {token["content"]: token["id"] for token in content.get("added_tokens") or []}
+    vocabulary = content["model"].get("vocab")
+    # A unigram vocabulary is a list of pairs; its special tokens are all among the added ones.
+    known = {**(vocabulary if isinstance(vocabulary, dict) else {}), **added}
+    return known.get(name)
