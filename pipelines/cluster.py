@@ -25,7 +25,7 @@ def connect() -> None:
     """
     if ray.is_initialized():
         return
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     # A submitted job without a working directory runs on the head's own files, so the path is enough there too.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_CODE), os.environ.get("PYTHONPATH")]))
     if is_submitted_job():

@@ -169,6 +169,7 @@ def _run_stage(
 
 def _fit(recipe: TrainRecipe, folder: str, job: StageJob, reader: BoardReader) -> None:
     distributed = recipe.distributed
+    _logger.info("starting %d workers; on CPUs the first step takes about half a minute", distributed.num_workers)
     resources = {"CPU": distributed.cpus_per_worker} | ({"GPU": 1.0} if distributed.use_gpu else {})
     trainer = TorchTrainer(
         run_stage,

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny_models import MASK_ID, tiny_model, word_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -79,6 +80,8 @@ def test_export_takes_a_given_state_in_the_dtype_of_the_model(tmp_path: Path) ->
     export_folder(state, model, word_tokenizer(), SETTINGS, str(tmp_path / "model"))
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert loaded.dtype == torch.bfloat16
+    stored = load_file(tmp_path / "model" / "model.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
     for name, tensor in loaded.state_dict().items():
         torch.testing.assert_close(tensor, state[name].to(torch.bfloat16), atol=0, rtol=0)
 
@@ -103,7 +106,9 @@ def test_added_mask_row_is_the_mean_row_and_survives_export(model_type: str, tmp
     token_ids = torch.tensor([[4, 5, 4]])
     before = model(token_ids).logits.detach()
     mean_D = model.get_input_embeddings().weight.detach().mean(dim=0)
+    head_mean_D = model.get_output_embeddings().weight.detach().mean(dim=0)
     add_mask_row(model)
+    torch.testing.assert_close(model.get_output_embeddings().weight[41], head_mean_D)
     torch.testing.assert_close(model.get_input_embeddings().weight[41], mean_D)
     torch.testing.assert_close(model(token_ids).logits[..., :41], before)
     settings = MultiTokenSettings(mask_token_id=41, block_size=4, prompt_format="raw", objective="mars")
