@@ -43,9 +43,7 @@ def run(
         execute: gets the recipe and whether this is a dry run.
     """
     arguments = sys.argv[1:] if argv is None else argv
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
-    for noisy in ("httpx", "filelock", "fsspec"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+    start_logging()
     try:
         if {"-h", "--help"} & set(arguments):
             sys.stdout.write(help_text(recipe_type, default_recipe))
@@ -63,6 +61,13 @@ def run(
         code = EXIT_FAILED
     _logger.info("exit code %d", code)
     return code
+
+
+def start_logging() -> None:
+    """Plain lines with the time on standard error; results go to standard output."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
+    for chatty in ("httpx", "filelock", "fsspec"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
 
 
 def parse(recipe_type: type[R], default_recipe: str | None, arguments: list[str]) -> tuple[R, bool]:

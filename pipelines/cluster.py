@@ -13,7 +13,6 @@ from pipelines.paths import is_submitted_job
 from workers.errors import InputError
 
 _CODE = Path(__file__).resolve().parent.parent
-_CPUS_FOR_DATA = 0.5
 _logger = logging.getLogger(__name__)
 
 
@@ -47,28 +46,28 @@ def connect() -> None:
     )
 
 
-def require_resources(where: str, *, num_workers: int, cpus: float, gpus: float) -> None:
-    """Refuses a worker group that the cluster cannot place beside Ray Data's tasks.
+def require_resources(where: str, *, num_workers: int, cpus: float, gpus: float, reserved_cpus: float = 0.0) -> None:
+    """Refuses a group of workers that the cluster, as it is now, cannot place.
+
+    Args:
+        where: the setting that says how many workers.
+        cpus, gpus: what one worker asks for.
+        reserved_cpus: what has to stay free beside them.
 
     Raises:
         InputError: with the arithmetic.
     """
     resources = ray.cluster_resources()
-    needed_cpus = num_workers * cpus + _CPUS_FOR_DATA
-    if resources.get("CPU", 0) < needed_cpus:
-        raise InputError(
-            where,
-            f"{num_workers} workers x {cpus:g} CPUs + {_CPUS_FOR_DATA:g} for Ray Data = {needed_cpus:g} CPUs",
-            f"at most the cluster's {resources.get('CPU', 0):g} CPUs",
-            "Ask for fewer workers or fewer CPUs each.",
-        )
-    if resources.get("GPU", 0) < num_workers * gpus:
-        raise InputError(
-            where,
-            f"{num_workers} workers x {gpus:g} GPUs",
-            f"at most the cluster's {resources.get('GPU', 0):g} GPUs",
-            "Ask for fewer workers, or set distributed.use_gpu=false.",
-        )
+    beside = f" + {reserved_cpus:g} for Ray Data" if reserved_cpus else ""
+    for kind, each, reserved in (("CPU", cpus, reserved_cpus), ("GPU", gpus, 0.0)):
+        needed, available = num_workers * each + reserved, resources.get(kind, 0.0)
+        if needed > available:
+            raise InputError(
+                where,
+                f"{num_workers} x {each:g} {kind}s{beside if kind == 'CPU' else ''} = {needed:g}",
+                f"at most the {available:g} {kind}s of the cluster",
+                f"Ask for fewer, or for fewer {kind}s each.",
+            )
 
 
 @ray.remote(num_cpus=0)

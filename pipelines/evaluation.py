@@ -8,7 +8,7 @@ come from it; other prompts get figures without an accuracy.
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -24,15 +24,18 @@ from pipelines.generation import (
     open_manifest,
     plan_generation,
     resolve_recipe,
+    warn_of_wide_window,
 )
 from pipelines.inference_pool import InferencePool
 from pipelines.prompt_preflight import RESULT_COLUMNS
-from pipelines.prompt_rows import json_rows, parquet_schema
+from pipelines.prompt_rows import json_rows
 from pipelines.quickstart_task import validate_answer
 from pipelines.reports import environment, publish_report, text_table
+from pipelines.row_files import parquet_schema
 from pipelines.work_units import list_prompt_files
-from workers.config import EvaluateRecipe, GenerateRecipe, PromptSettings
+from workers.config import DecodingSettings, EvaluateRecipe, GenerateRecipe, PromptSettings
 from workers.errors import InputError
+from workers.models.folder import read_multi_token_settings
 
 _REPORT = "report.json"
 _logger = logging.getLogger(__name__)
@@ -46,7 +49,7 @@ class SettingReport:
     """One row of the table.
 
     Attributes:
-        accuracy: valid answers / scored answers; rows without an answer are not scored. None without a validator for these prompts.
+        accuracy: see `accuracy`; None without a validator for these prompts.
         verdicts: scored answers by verdict; `ok` are the valid ones.
     """
 
@@ -61,6 +64,7 @@ class SettingReport:
     verdicts: dict[str, int]
     num_generated_tokens: int
     tokens_per_forward: float
+    query_tokens_per_token: float
     tokens_per_second: float
     seconds: float
 
@@ -78,8 +82,17 @@ class EvaluationReport:
 
     def table(self) -> str:
         """One line per setting."""
-        columns = ("mode", "threshold", "window", "accuracy", "tokens_per_forward", "tokens_per_second", "num_errors")
-        headers = ("mode", "tau", "window", "accuracy", "tokens/forward", "tokens/s", "errors")
+        columns = (
+            "mode",
+            "threshold",
+            "window",
+            "accuracy",
+            "tokens_per_forward",
+            "query_tokens_per_token",
+            "tokens_per_second",
+            "num_errors",
+        )
+        headers = ("mode", "tau", "window", "accuracy", "tokens/forward", "query/token", "tokens/s", "errors")
         return text_table(headers, [[getattr(row, column) for column in columns] for row in self.rows])
 
 
@@ -88,14 +101,14 @@ def run_evaluation(recipe: EvaluateRecipe, *, dry_run: bool = False) -> Evaluati
 
     Raises:
         InputError: for everything that the user can mend, before a model loads where it can be known then.
-        PoolFailed: actors died too often; the same command resumes.
+        PoolError: actors died too often; the same command resumes.
     """
     base = resolve_recipe(
         GenerateRecipe(
             model=recipe.model,
             prompts=recipe.prompts,
             output=recipe.output,
-            decoding=recipe.decoding,
+            decoding=DecodingSettings(mode="one_token", **recipe.decoding.model_dump()),
             actors=recipe.actors,
             max_error_share=1.0,
             overwrite=recipe.overwrite,
@@ -107,6 +120,7 @@ def run_evaluation(recipe: EvaluateRecipe, *, dry_run: bool = False) -> Evaluati
     finished = {name: manifest.check(overwrite=recipe.overwrite) for name, manifest in manifests.items()}
     # The input is the same for all settings, so it is read and checked once.
     first = plan_generation(next(iter(recipes.values())), next(iter(manifests.values())))
+    _check_grid(first, list(recipes.values()))
     plans = {name: GenerationPlan(recipes[name], first.setup, first.prompt_set, manifests[name]) for name in recipes}
     if dry_run:
         return None
@@ -128,15 +142,17 @@ def settings_grid(
     base: GenerateRecipe, thresholds: tuple[float, ...], windows: tuple[int, ...]
 ) -> dict[str, GenerateRecipe]:
     """The recipes of one-token decoding and of each threshold at each window, by the name of their sub-folder."""
+    shared = base.decoding.model_dump(exclude={"mode", "threshold", "window"})
 
-    def variant(name: str, **changes: Any) -> GenerateRecipe:
-        decoding = base.decoding.model_copy(update=changes)
+    def variant(name: str, **own: Any) -> GenerateRecipe:
+        decoding = DecodingSettings(**shared, **own)
         return base.model_copy(update={"decoding": decoding, "output": storage.join(base.output, name)})
 
     grid = {"one_token": variant("one_token", mode="one_token")}
-    for window in windows or (base.decoding.window,):
+    for window in windows or (None,):
         for threshold in thresholds:
-            name = f"tau_{threshold:g}" + (f"_window_{window}" if window is not None else "")
+            # repr tells any two floats apart.
+            name = f"tau_{threshold!r}".removesuffix(".0") + (f"_window_{window}" if window is not None else "")
             grid[name] = variant(name, mode="tau", threshold=threshold, window=window)
     return grid
 
@@ -164,6 +180,35 @@ def score(output: str, prompts: PromptSettings, validator: Validator) -> Counter
                 if verdict is not None:
                     verdicts[verdict] += 1
     return verdicts
+
+
+def accuracy(verdicts: Mapping[str, int], num_errors: int) -> float | None:
+    """Valid answers / rows of the validator's task, where a row without an answer is a wrong one; None for another task.
+
+    Args:
+        verdicts: of `score`.
+        num_errors: rows without an answer; they count as rows of the task when any of the answers belongs to it.
+    """
+    num_scored = sum(verdicts.values())
+    return verdicts.get("ok", 0) / (num_scored + num_errors) if num_scored else None
+
+
+def _check_grid(first: GenerationPlan, recipes: Sequence[GenerateRecipe]) -> None:
+    """Refuses tau decoding of an ordinary model; warns of windows beyond the block size, each once.
+
+    Raises:
+        InputError: names `thresholds`.
+    """
+    tau = {recipe.decoding.window: recipe.decoding for recipe in recipes if recipe.decoding.mode == "tau"}
+    if tau and read_multi_token_settings(first.setup.folder) is None:
+        raise InputError(
+            "thresholds",
+            f"tau decoding of {first.setup.folder}, which was not trained to predict several tokens (it has no marsray.json)",
+            "[] for an ordinary model",
+            "Set thresholds=[] to evaluate one-token decoding alone, or train the model with jobs/train_mars.py.",
+        )
+    for decoding in tau.values():
+        warn_of_wide_window(decoding, first.setup.block_size)
 
 
 def _generate(plans: Mapping[str, GenerationPlan], finished: Mapping[str, bool]) -> dict[str, GenerationReport]:
@@ -201,19 +246,19 @@ def _with_prompts_in_output(prompts: PromptSettings) -> PromptSettings:
 def _setting_report(name: str, plan: GenerationPlan, report: GenerationReport) -> SettingReport:
     decoding = plan.recipe.decoding
     verdicts = score(plan.recipe.output, plan.recipe.prompts, validate_quickstart)
-    is_one_token = decoding.mode == "one_token"
     return SettingReport(
         name=name,
         mode=decoding.mode,
-        threshold=None if is_one_token else decoding.threshold,
-        window=1 if is_one_token else decoding.window or plan.setup.block_size,
+        threshold=decoding.threshold,
+        window=1 if decoding.mode == "one_token" else decoding.window or plan.setup.block_size,
         num_rows=report.num_rows,
         num_errors=report.num_errors,
         num_scored=verdicts.total(),
-        accuracy=verdicts["ok"] / verdicts.total() if verdicts.total() else None,
+        accuracy=accuracy(verdicts, report.num_errors),
         verdicts=dict(verdicts),
         num_generated_tokens=report.num_generated_tokens,
         tokens_per_forward=report.tokens_per_forward,
+        query_tokens_per_token=report.query_tokens_per_token,
         tokens_per_second=report.tokens_per_second,
         seconds=report.seconds,
     )

@@ -21,7 +21,8 @@ from pipelines.reports import environment, facts_table, text_table
 from pipelines.run_folder import newest_example_run
 from pipelines.work_units import PromptSet, list_prompt_files
 from workers.chat import check_prompt_format
-from workers.config import ActorSettings, DecodingSettings, GenerateRecipe
+from workers.config import ActorSettings, DecodingSettings, GenerateRecipe, PromptFormat
+from workers.decoding.request import allowed_window
 from workers.errors import InputError
 from workers.models.folder import inspect_model_folder, load_tokenizer, read_multi_token_settings
 from workers.models.placeholder import find_placeholder
@@ -38,6 +39,8 @@ class GenerationReport:
         num_rows, num_results, num_errors: rows of the set; rows with an answer; rows without. The first is the sum of the others.
         errors: the rows without an answer by error code.
         tokens_per_forward: generated tokens / forwards, sum over sum.
+        query_tokens_per_token: tokens and placeholders that the model processed, prompts included / generated tokens.
+        kept_per_forward: how often a forward kept 1, 2, ... tokens of a row.
         tokens_per_second: generated tokens of this start of the job / `seconds`.
         seconds: wall time of this start from the first ready actor to the last unit, so without loading.
         num_units, num_units_before: units of the set; those that an earlier start had finished.
@@ -51,7 +54,10 @@ class GenerationReport:
     num_prompt_tokens: int
     num_generated_tokens: int
     num_forwards: int
+    num_query_tokens: int
     tokens_per_forward: float
+    query_tokens_per_token: float
+    kept_per_forward: dict[str, int]
     tokens_per_second: float
     seconds: float
     num_units: int
@@ -64,19 +70,28 @@ class GenerationReport:
     environment: dict[str, Any]
 
     def table(self) -> str:
-        """The figures, then the errors by code."""
+        """The figures, then what forwards kept and the errors by code."""
         facts = {
             "rows": self.num_rows,
             "answers": self.num_results,
             "errors": self.num_errors,
             "tokens": self.num_generated_tokens,
             "tokens/forward": self.tokens_per_forward,
+            "query tokens/token": self.query_tokens_per_token,
             "tokens/s": self.tokens_per_second,
             "seconds": self.seconds,
             "output": self.output,
         }
-        errors = text_table(("error", "rows"), sorted(self.errors.items())) if self.errors else ""
-        return facts_table(facts) + ("\n" + errors if errors else "")
+        kept = [(int(num_kept), count) for num_kept, count in self.kept_per_forward.items()]
+        tables = [
+            text_table(headers, rows)
+            for headers, rows in (
+                (("kept tokens", "forwards"), sorted(kept)),
+                (("error", "rows"), sorted(self.errors.items())),
+            )
+            if rows
+        ]
+        return "\n".join([facts_table(facts), *tables])
 
 
 @dataclass(frozen=True)
@@ -99,7 +114,7 @@ def run_generation(recipe: GenerateRecipe, *, dry_run: bool = False) -> Generati
 
     Raises:
         InputError: for everything that the user can mend, before a model loads where it can be known then.
-        PoolFailed: actors died too often; the same command resumes.
+        PoolError: actors died too often; the same command resumes.
     """
     recipe = resolve_recipe(recipe)
     manifest = open_manifest(recipe)
@@ -157,6 +172,8 @@ def plan_generation(recipe: GenerateRecipe, manifest: Manifest) -> GenerationPla
 def model_setup(folder: str, decoding: DecodingSettings, *, uses_gpu: bool) -> ModelSetup:
     """What the files of a model folder say about decoding with it, read without loading the weights.
 
+    Warns of a window beyond the block size here, since an actor's log is not the user's.
+
     Raises:
         InputError: not a folder that can be decoded with these settings.
     """
@@ -170,9 +187,10 @@ def model_setup(folder: str, decoding: DecodingSettings, *, uses_gpu: bool) -> M
             "decoding.max_length", str(decoding.max_length), f"at most the model's {facts.max_positions} positions"
         )
     tokenizer = load_tokenizer(folder)
-    settings = read_multi_token_settings(folder)
+    settings = read_multi_token_settings(folder, facts.vocab_size)
     if settings is not None:
-        check_prompt_format(tokenizer, settings.prompt_format, folder)  # type: ignore[arg-type]
+        check_prompt_format(tokenizer, settings.prompt_format, folder)
+        warn_of_wide_window(decoding, settings.block_size)
         return ModelSetup(
             folder, settings.mask_token_id, settings.block_size, settings.prompt_format, facts.end_ids, uses_gpu
         )
@@ -184,8 +202,17 @@ def model_setup(folder: str, decoding: DecodingSettings, *, uses_gpu: bool) -> M
             "Set decoding.mode=one_token, or train the model with jobs/train_mars.py.",
         )
     mask_token_id = find_placeholder(tokenizer, facts.vocab_size).token_id
-    prompt_format = "chat" if tokenizer.chat_template else "raw"
+    prompt_format: PromptFormat = "chat" if tokenizer.chat_template else "raw"
     return ModelSetup(folder, mask_token_id, 1, prompt_format, facts.end_ids, uses_gpu)
+
+
+def warn_of_wide_window(decoding: DecodingSettings, block_size: int) -> None:
+    """Says so when the job's window is larger than the block size that the model was trained with."""
+    window = allowed_window(decoding, block_size)
+    if window > block_size:
+        _logger.warning(
+            "window %d is larger than %d, the block size that the model was trained with", window, block_size
+        )
 
 
 def connect(actors: ActorSettings, output: str) -> None:
@@ -198,8 +225,12 @@ def connect(actors: ActorSettings, output: str) -> None:
 
 
 def execute(plan: GenerationPlan, pool: InferencePool, title: str = "generate") -> GenerationReport:
-    """Decodes what is not done yet with the actors of a pool, and publishes report and mark of success."""
+    """Decodes what is not done yet with the actors of a pool, and publishes report and mark of success.
+
+    Touches the output only when an actor has loaded the model: a folder that cannot be loaded costs no earlier answers.
+    """
     recipe, prompt_set, manifest = plan.recipe, plan.prompt_set, plan.manifest
+    pool.wait_until_ready(everybody=False)
     manifest.start(overwrite=recipe.overwrite)
     totals = Totals()
     finished = manifest.finished_units()
@@ -208,7 +239,6 @@ def execute(plan: GenerationPlan, pool: InferencePool, title: str = "generate") 
     if finished:
         _logger.info("%s: resuming after %d of %d units", recipe.output, len(finished), prompt_set.num_units)
     num_tokens_before = totals.num_generated_tokens
-    pool.wait_until_ready(everybody=False)
     started = time.monotonic()
     with Progress(title, prompt_set.num_rows, "rows") as progress:
         for entry in pool.run(prompt_set.read(finished.keys()), plan.task()):
@@ -226,7 +256,10 @@ def execute(plan: GenerationPlan, pool: InferencePool, title: str = "generate") 
         num_prompt_tokens=totals.num_prompt_tokens,
         num_generated_tokens=totals.num_generated_tokens,
         num_forwards=totals.num_forwards,
+        num_query_tokens=totals.num_query_tokens,
         tokens_per_forward=totals.num_generated_tokens / max(1, totals.num_forwards),
+        query_tokens_per_token=totals.num_query_tokens / max(1, totals.num_generated_tokens),
+        kept_per_forward=dict(sorted(totals.kept_per_forward.items(), key=lambda kept: int(kept[0]))),
         tokens_per_second=(totals.num_generated_tokens - num_tokens_before) / seconds,
         seconds=seconds,
         num_units=totals.num_units,

@@ -8,6 +8,7 @@ import asyncio
 import io
 import time
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from pipelines import storage
 from pipelines.manifest import UnitEntry, publish_entry
 from pipelines.row_requests import RequestBuilder, RowFault
 from pipelines.work_units import UnitRows
-from workers.config import DecodingSettings, PromptSettings, RowDecodingSettings
+from workers.config import DecodingSettings, PromptFormat, PromptSettings, RowDecodingSettings
 
 if TYPE_CHECKING:
     from workers.decoding.engine import DecodingEngine
@@ -34,7 +35,7 @@ class ModelSetup:
     folder: str
     mask_token_id: int
     block_size: int
-    prompt_format: str
+    prompt_format: PromptFormat
     end_ids: frozenset[int]
     uses_gpu: bool
 
@@ -120,7 +121,7 @@ class InferenceActor:
         builder = RequestBuilder(
             self._tokenizer,
             end_ids=self._setup.end_ids,
-            prompt_format=self._setup.prompt_format,  # type: ignore[arg-type]
+            prompt_format=self._setup.prompt_format,
             prompts=task.prompts,
             decoding=task.decoding,
         )
@@ -174,6 +175,8 @@ def _publish(task: OutputTask, unit_rows: UnitRows, outcomes: dict[int, "Result 
         num_prompt_tokens=sum(result.num_prompt_tokens for _, result in results),
         num_generated_tokens=sum(len(result.token_ids) for _, result in results),
         num_forwards=sum(result.num_forwards for _, result in results),
+        num_query_tokens=sum(result.num_query_tokens for _, result in results),
+        kept_per_forward=_histogram(result for _, result in results),
     )
     publish_entry(task.output, entry)
     return entry
@@ -189,6 +192,14 @@ def _result_row(row_id: str | int | None, result: "Result") -> dict[str, Any]:
         "num_generated_tokens": len(result.token_ids),
         "num_forwards": result.num_forwards,
     }
+
+
+def _histogram(results: Iterable["Result"]) -> dict[str, int]:
+    """How often a forward kept 1, 2, ... tokens of a row; the keys are strings, as in the JSON of an entry."""
+    counts: Counter[int] = Counter()
+    for result in results:
+        counts.update(result.kept_per_forward)
+    return {str(num_kept): counts[num_kept] for num_kept in sorted(counts)}
 
 
 def _write(name: str, folder: str, table: pa.Table) -> None:

@@ -28,7 +28,7 @@ _DEATHS = (RayActorError, NodeDiedError, OutOfMemoryError, ObjectLostError)
 _logger = logging.getLogger(__name__)
 
 
-class PoolFailed(RuntimeError):  # noqa: N818 - what happened, in the words of the log
+class PoolError(RuntimeError):
     """Actors died too often."""
 
 
@@ -67,7 +67,7 @@ class InferencePool:
 
         Raises:
             InputError: what an actor found wrong with the model folder or a setting.
-            PoolFailed: the actor of one unit, or a loading actor, died more than `max_restarts` times.
+            PoolError: the actor of one unit, or a loading actor, died more than `max_restarts` times.
         """
         suspects: deque[UnitRows] = deque()
         while True:
@@ -143,7 +143,7 @@ class InferencePool:
         _logger.warning("an actor died during %s: %s", what, " ".join(str(error).split())[:300])
         if self._num_deaths[what] > self._actors.max_restarts:
             found = f"actors died {self._num_deaths[what]} times during {what}"
-            raise PoolFailed(f"{found}; actors.max_restarts is {self._actors.max_restarts}") from error
+            raise PoolError(f"{found}; actors.max_restarts is {self._actors.max_restarts}") from error
         if not member.is_dead:
             member.is_dead = True
             self._members.remove(member)

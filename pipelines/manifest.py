@@ -17,6 +17,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from dataclasses import field as dataclass_field
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,8 @@ class UnitEntry:
     num_prompt_tokens: int
     num_generated_tokens: int
     num_forwards: int
+    num_query_tokens: int = 0
+    kept_per_forward: dict[str, int] = dataclass_field(default_factory=dict)
 
 
 @dataclass
@@ -55,9 +58,11 @@ class Totals:
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0
     num_forwards: int = 0
+    num_query_tokens: int = 0
 
     def __post_init__(self) -> None:
         self.errors: Counter[str] = Counter()
+        self.kept_per_forward: Counter[str] = Counter()
 
     def add(self, entry: UnitEntry) -> None:
         """Counts one finished unit."""
@@ -67,7 +72,9 @@ class Totals:
         self.num_prompt_tokens += entry.num_prompt_tokens
         self.num_generated_tokens += entry.num_generated_tokens
         self.num_forwards += entry.num_forwards
+        self.num_query_tokens += entry.num_query_tokens
         self.errors.update(entry.errors)
+        self.kept_per_forward.update(entry.kept_per_forward)
 
 
 class Manifest:
@@ -97,6 +104,8 @@ class Manifest:
         for field in sorted(before.keys() | self._fingerprint.keys()):
             old, new = before.get(field), self._fingerprint.get(field)
             if old != new:
+                if field == "prompts.paths":
+                    old, new = _only_in(old, new), _only_in(new, old)
                 raise InputError(
                     field,
                     _short(new),
@@ -160,8 +169,8 @@ def fingerprint(
 ) -> dict[str, Any]:
     """Everything that a row's answer depends on, as flat fields that a resumed job must have in common with its beginning."""
     return {
-        "format": 1,
-        "prompts.paths": [[file.path, file.size] for file in files],
+        "format": 2,
+        "prompts.paths": [[file.path, file.size, file.version] for file in files],
         **{f"prompts.{name}": value for name, value in _plain(prompts).items() if name != "paths"},
         "model": identify_model(model),
         **{f"decoding.{name}": value for name, value in _plain(decoding).items() if name not in _FREE_DECODING_FIELDS},
@@ -196,6 +205,12 @@ def _sample_starts(size: int) -> list[int]:
 def _plain(settings: PromptSettings | DecodingSettings) -> dict[str, Any]:
     values: dict[str, Any] = json.loads(settings.model_dump_json())
     return values
+
+
+def _only_in(files: list[Any] | None, others: list[Any] | None) -> list[Any]:
+    """What one listing of the input has and another does not, so that a message names the files that differ."""
+    known = {tuple(file) for file in others or ()}
+    return [file for file in files or () if tuple(file) not in known]
 
 
 def _short(value: Any) -> str:

@@ -2,10 +2,14 @@
 
 import logging
 import os
+import re
 from pathlib import Path
 
+from workers.errors import InputError
+
 _JOB_MARK = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray for the entrypoint of a submitted job
-_URI_SCHEMES = ("s3://",)
+_SCHEME = re.compile("[A-Za-z][A-Za-z0-9+.-]*://")
+_S3 = "s3://"
 _logger = logging.getLogger(__name__)
 
 
@@ -18,13 +22,36 @@ def home() -> Path:
     """The folder relative paths start from: `MARSRAY_HOME`, else `~/marsray` in a submitted job, else the current one."""
     configured = os.environ.get("MARSRAY_HOME")
     if configured:
-        return Path(configured).expanduser().resolve()
-    return Path("~/marsray").expanduser() if is_submitted_job() else Path.cwd()
+        if _SCHEME.match(configured):
+            raise InputError("MARSRAY_HOME", configured, "a folder of a file system")
+        return Path(_expanded(configured)).resolve()
+    return Path(_expanded("~/marsray")) if is_submitted_job() else Path.cwd()
 
 
 def resolve(path: str) -> str:
-    """An absolute path for a path of the settings; URIs pass unchanged."""
-    return path if path.startswith(_URI_SCHEMES) else str((home() / Path(path).expanduser()).absolute())
+    """An absolute path without `..` for a path of the settings; `s3://` paths pass unchanged.
+
+    Raises:
+        InputError: empty, of another scheme, or in the home folder of an unknown user.
+    """
+    if path.startswith(_S3):
+        return path
+    scheme = _SCHEME.match(path)
+    if scheme:
+        advice = (
+            "Write the path without file://." if scheme[0].lower() == "file://" else "Copy the files to one of these."
+        )
+        raise InputError(path, f"the scheme {scheme[0]}", "a path of a file system or s3://bucket/key", advice)
+    if not path:
+        raise InputError("a path of the settings", "an empty text", "a file or folder")
+    return os.path.normpath(home() / _expanded(path))
+
+
+def _expanded(path: str) -> str:
+    expanded = os.path.expanduser(path)
+    if expanded.startswith("~"):
+        raise InputError(path, "a home folder that does not exist", "a known user", "Write the whole path.")
+    return expanded
 
 
 def log_home() -> None:

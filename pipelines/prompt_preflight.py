@@ -5,14 +5,17 @@ What is wrong with a shard or with the ids stops the job here; what is wrong wit
 
 import io
 import itertools
+import os
 from collections.abc import Collection, Sequence
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from pipelines import storage
 from pipelines.prompt_ids import NUM_SHOWN, IdIndex
-from pipelines.prompt_rows import PromptFile, RawRow, json_rows, parquet_batches, parquet_schema, read_chunks
+from pipelines.prompt_rows import PromptFile, RawRow, json_rows, read_chunks
+from pipelines.row_files import BATCH_ROWS, parquet_batches, parquet_schema
 from pipelines.work_units import PromptSet, list_prompt_files
 from workers.config import PromptSettings
 from workers.errors import InputError
@@ -26,7 +29,6 @@ RESULT_COLUMNS = (
     "num_generated_tokens",
     "num_forwards",
 )
-_JSON_CHUNK = 1024
 _NOT_ONE_TYPE = (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError)
 
 
@@ -59,15 +61,30 @@ def check_prompt_set(settings: PromptSettings, output: str) -> PromptSet:
 def require_apart(paths: Sequence[str], files: Sequence[PromptFile], output: str) -> None:
     """Refuses an output folder that is an input, lies inside one, or holds one: writing there would change the input.
 
+    Local paths are compared as the places that they lead to, through links and `..`.
+
     Raises:
         InputError: names both.
     """
-    place = output.rstrip("/")
-    for path in [*paths, *(file.path for file in files)]:
-        inside = f"{place}/".startswith(f"{path.rstrip('/')}/")
-        if inside or path.startswith(f"{place}/"):
-            what = "equal to or inside" if inside else "around"
+    places = _places(output)
+    for path in dict.fromkeys([*paths, *(file.path for file in files)]):
+        inputs = _places(path)
+        is_inside = any(f"{place}/".startswith(f"{each}/") for place in places for each in inputs)
+        if is_inside or any(each.startswith(f"{place}/") for place in places for each in inputs):
+            what = "equal to or inside" if is_inside else "around"
             raise InputError("output", f"{output}, {what} the input {path}", "a folder of its own", "Name another one.")
+    for path in paths:
+        if any(storage.matches_glob(f"{p}/part-0.parquet", pattern) for p in places for pattern in _places(path)):
+            found = f"{output}, whose files the input {path} would take for prompts"
+            raise InputError("output", found, "a folder of its own", "Name another one.")
+
+
+def _places(path: str) -> set[str]:
+    """Where a path is, and where it leads to when its last name is a link; both without links in the folders above."""
+    if storage.is_s3(path):
+        return {path.rstrip("/")}
+    folder, name = os.path.split(os.path.abspath(path))
+    return {os.path.join(os.path.realpath(folder), name).rstrip("/"), os.path.realpath(path).rstrip("/")}
 
 
 def _check_passthrough_names(settings: PromptSettings) -> None:
@@ -136,11 +153,11 @@ def _require_unique(settings: PromptSettings, files: Sequence[PromptFile], ids: 
     )
 
 
-def _row_at(file: PromptFile, column: str, row: int) -> RawRow:
+def _row_at(file: PromptFile, column: str, number: int) -> RawRow:
     for rows, _ in read_chunks(file, (column,), pa.schema([])):
-        if row < len(rows):
-            return rows[row]
-        row -= len(rows)
+        for row in rows:
+            if row.number == number:
+                return row
     raise InputError(file.path, "fewer rows than a moment ago", "input that stays the same during a job")
 
 
@@ -153,12 +170,10 @@ def _check_parquet(settings: PromptSettings, file: PromptFile, number: int, ids:
             raise _no_extra(file, name)
         extra.add(name, schema.field(name).type, file.path)
     has_ids = settings.id_column in schema.names
-    scan = _IdScan(ids, number)
+    scan = _IdScan(ids, number, file)
     if has_ids:
         for batch in parquet_batches(file, [settings.id_column]):
-            start = scan.num_rows
-            values = batch.column(0).to_pylist()
-            scan.add([(value, f"{file.path} row {start + index}") for index, value in enumerate(values)])
+            scan.add(list(enumerate(batch.column(0).to_pylist(), start=scan.num_rows)))
     ids.end_file(file, scan.null_locations, scan.num_nulls, has_column=has_ids)
     return num_rows
 
@@ -167,14 +182,14 @@ def _check_json(settings: PromptSettings, file: PromptFile, number: int, ids: Id
     """Lines that cannot be read count as rows; they have no id to check."""
     columns = [settings.id_column, settings.prompt_column, settings.messages_column, *extra.names()]
     seen: set[str] = set()
-    scan = _IdScan(ids, number)
+    scan = _IdScan(ids, number, file)
     rows = json_rows(file, columns)
-    while chunk := list(itertools.islice(rows, _JSON_CHUNK)):
+    while chunk := list(itertools.islice(rows, BATCH_ROWS)):
         readable = [row for row in chunk if not row.problem]
         seen.update(*(row.values for row in readable))
         for name in extra.names() if readable else ():
             extra.add_values(name, readable)
-        scan.add([(_UNREADABLE if row.problem else row.values.get(settings.id_column), row.location) for row in chunk])
+        scan.add([(row.number, _UNREADABLE if row.problem else row.values.get(settings.id_column)) for row in chunk])
     if scan.num_rows > scan.num_unreadable:
         _require_prompt(settings, file, seen)
         for name in extra.names():
@@ -190,24 +205,25 @@ _UNREADABLE = object()
 class _IdScan:
     """Counts the rows of one file and puts their ids into the index."""
 
-    def __init__(self, ids: IdIndex, number: int) -> None:
-        self._ids, self._number = ids, number
+    def __init__(self, ids: IdIndex, number: int, file: PromptFile) -> None:
+        self._ids, self._number, self._file = ids, number, file
         self.num_rows = self.num_nulls = self.num_unreadable = 0
         self.null_locations: list[str] = []
 
-    def add(self, rows: Sequence[tuple[Any, str]]) -> None:
-        """Takes id and location of the next rows."""
-        kept: list[tuple[int, Any, str]] = []
-        for row, (value, location) in enumerate(rows, start=self.num_rows):
+    def add(self, rows: Sequence[tuple[int, Any]]) -> None:
+        """Takes number and id of the next rows."""
+        kept: list[tuple[int, Any]] = []
+        for row, value in rows:
             if value is _UNREADABLE:
                 self.num_unreadable += 1
             elif value is None:
                 self.num_nulls += 1
-                self.null_locations = [*self.null_locations, location][:NUM_SHOWN]
+                self.null_locations = [*self.null_locations, self._file.location(row)][:NUM_SHOWN]
             else:
-                kept.append((row, value, location))
+                kept.append((row, value))
         self.num_rows += len(rows)
-        self._ids.add(self._number, [r for r, _, _ in kept], [v for _, v, _ in kept], [where for _, _, where in kept])
+        locations = [self._file.location(row) for row, _ in kept]
+        self._ids.add(self._number, [row for row, _ in kept], [value for _, value in kept], locations)
 
 
 def _require_prompt(settings: PromptSettings, file: PromptFile, names: Collection[str]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from pipelines.evaluation import score, validate_quickstart
+from pipelines.evaluation import accuracy, score, validate_quickstart
 from pipelines.paths import resolve
 from pipelines.quickstart_task import parse_prompt
 from pipelines.reports import facts_table, publish_report, text_table
@@ -81,7 +81,7 @@ def _figures(output: str) -> dict[str, Any]:
     job = json.loads((Path(output) / "_report.json").read_text())
     verdicts = score(output, PromptSettings(passthrough=("messages",)), validate_quickstart)
     return {
-        "accuracy": verdicts["ok"] / job["num_rows"],
+        "accuracy": accuracy(verdicts, job["num_errors"]),
         "verdicts": dict(verdicts),
         **{name: job[name] for name in ("num_rows", "num_errors", "tokens_per_forward", "tokens_per_second")},
     }

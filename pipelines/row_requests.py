@@ -79,13 +79,17 @@ class RequestBuilder:
     def _decoding(self, values: dict[str, Any]) -> RowDecodingSettings | RowFault:
         own = {name: _cleaned(name, values[name]) for name in OVERRIDE_COLUMNS if name in values}
         own = {name: value for name, value in own.items() if value is not None}
-        if "threshold" in own and own.setdefault("mode", "tau") == "one_token":
-            return RowFault("invalid_settings", "threshold: given with mode one_token, which has none")
+        if "threshold" in own:
+            own.setdefault("mode", "tau")
+        # The job's threshold belongs to the job's mode: a row with a mode of its own starts from that mode's default.
+        defaults = {name: value for name, value in self._defaults.items() if name != "threshold" or "mode" not in own}
         try:
             # JSON mode, as for recipes: strict about types, yet a list is a tuple and 1 is a float.
-            return RowDecodingSettings.model_validate_json(json.dumps({**self._defaults, **own}))
+            return RowDecodingSettings.model_validate_json(json.dumps({**defaults, **own}))
         except ValidationError as error:
             first = error.errors()[0]
+            if not first["loc"]:  # a combination
+                return RowFault("invalid_settings", f"{own}: {first['msg'].removeprefix('Value error, ')}")
             where = ".".join(map(str, first["loc"]))
             return RowFault("invalid_settings", f"{where}: {first['input']!r}: {first['msg']}")
         except TypeError as error:

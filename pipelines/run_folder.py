@@ -10,9 +10,16 @@ from pipelines.paths import home
 from workers.config import Settings
 from workers.errors import InputError
 
-_SETTINGS, _REPORT = "run.json", "report.json"
+_SETTINGS, _INPUTS, _REPORT = "run.json", "inputs.json", "report.json"
 # Fields that may change between a killed run and its continuation: they leave the weights alone.
-_FREE_FIELDS = {"run.log_every", "run.checkpoint_every", "run.num_to_keep", "run.overwrite", "distributed.max_failures"}
+_FREE_FIELDS = {
+    "run.output",
+    "run.log_every",
+    "run.checkpoint_every",
+    "run.num_to_keep",
+    "run.overwrite",
+    "distributed.max_failures",
+}
 _logger = logging.getLogger(__name__)
 
 
@@ -60,18 +67,44 @@ class RunFolder:
                     "Repeat that run's settings to resume it, choose another run.output, or set run.overwrite=true.",
                 )
 
-    def open(self, *, overwrite: bool) -> dict[str, Any] | None:
-        """Takes the folder for this run; returns the report when the run is already finished."""
+    def finished_report(self) -> dict[str, Any] | None:
+        """The report of this run when it is finished already."""
+        if not (self.path / _REPORT).exists():
+            return None
+        report: dict[str, Any] = json.loads((self.path / _REPORT).read_text())
+        return report
+
+    def take(self, *, overwrite: bool) -> None:
+        """Makes the folder this run's own; with `overwrite`, an earlier run in it is deleted."""
         if overwrite and self.path.exists():
             storage.delete(str(self.path))
         self.path.mkdir(parents=True, exist_ok=True)
-        if (self.path / _REPORT).exists():
-            report: dict[str, Any] = json.loads((self.path / _REPORT).read_text())
-            return report
         if self._is_run():
             _logger.info("resuming the run in %s", self.path)
         storage.publish_bytes(self.join(_SETTINGS), json.dumps(self._settings, indent=1).encode())
-        return None
+
+    def bind(self, inputs: dict[str, str]) -> None:
+        """Ties the run to what it trains on; a continuation must have the same.
+
+        Args:
+            inputs: setting name -> fingerprint of what it points to.
+
+        Raises:
+            InputError: the content behind a setting has changed since the run began.
+        """
+        path = self.path / _INPUTS
+        if not path.exists():
+            storage.publish_bytes(str(path), json.dumps(inputs, indent=1).encode())
+            return
+        before = json.loads(path.read_text())
+        for name, fingerprint in inputs.items():
+            if before[name] != fingerprint:
+                raise InputError(
+                    name,
+                    "files that have changed since this run began",
+                    f"those that the run in {self.path} has trained on",
+                    "Bring them back to resume, or set run.overwrite=true to start again.",
+                )
 
     @property
     def report_path(self) -> str:

@@ -64,10 +64,12 @@ def list_folder(folder: str) -> list[FileInfo]:
 def list_glob(pattern: str) -> list[FileInfo]:
     """The objects that match a glob, sorted by path."""
     key_pattern = _split(pattern)[1]
-    matches = re.compile(_glob_regex(key_pattern)).fullmatch
-    found = _list_prefix(pattern, re.split(r"[*?\[]", key_pattern, maxsplit=1)[0])
+    matches = re.compile(glob_regex(key_pattern)).fullmatch
+    prefix = re.split(r"[*?\[]", key_pattern, maxsplit=1)[0]
+    start = prefix.rfind("/") + 1
+    found = _list_prefix(pattern, prefix)
     keys = [_split(info.path)[1] for info in found]
-    return [info for info, key in zip(found, keys, strict=True) if matches(key) and not _is_hidden(key)]
+    return [info for info, key in zip(found, keys, strict=True) if matches(key) and not _is_hidden(key[start:])]
 
 
 def open_read(uri: str) -> BinaryIO:
@@ -177,7 +179,7 @@ def _list_prefix(uri: str, prefix: str, *, with_markers: bool = False) -> list[F
     return sorted(found, key=lambda info: info.path)
 
 
-def _glob_regex(pattern: str) -> str:
+def glob_regex(pattern: str) -> str:
     """A glob as a regular expression over the whole key, with the meaning of `glob.glob(recursive=True)`."""
     parts = []
     for piece in re.findall(r"\*\*/|\*\*|\*|\?|\[[^\]]+\]|[^*?\[]+|\[", pattern):

@@ -61,7 +61,7 @@ class StreamPlan:
 
 
 @dataclass(frozen=True)
-class Window:
+class ShuffleWindow:
     """Parts whose rows are shuffled together, and the positions `[start, end)` that their rows take in the epoch."""
 
     epoch: int
@@ -71,25 +71,25 @@ class Window:
     end: int
 
 
-def epoch_windows(plan: StreamPlan, epoch: int) -> list[Window]:
+def epoch_windows(plan: StreamPlan, epoch: int) -> list[ShuffleWindow]:
     """The windows of an epoch, in order. Every part is in exactly one."""
     parts = plan.index.parts
-    windows: list[Window] = []
+    windows: list[ShuffleWindow] = []
     members: list[int] = []
     start = num_rows = num_tokens = 0
     for part in _generator(plan.seed, epoch, _PARTS_STREAM).permutation(len(parts)).tolist():
         rows, tokens = parts[part].num_rows, parts[part].num_tokens
         if members and (num_rows + rows > plan.shuffle_window or num_tokens + tokens > WINDOW_TOKENS):
-            windows.append(Window(epoch, len(windows), tuple(members), start, start + num_rows))
+            windows.append(ShuffleWindow(epoch, len(windows), tuple(members), start, start + num_rows))
             start += num_rows
             members, num_rows, num_tokens = [], 0, 0
         members.append(part)
         num_rows, num_tokens = num_rows + rows, num_tokens + tokens
-    windows.append(Window(epoch, len(windows), tuple(members), start, start + num_rows))
+    windows.append(ShuffleWindow(epoch, len(windows), tuple(members), start, start + num_rows))
     return windows
 
 
-def window_positions(plan: StreamPlan, window: Window) -> NDArray[np.int64]:
+def window_positions(plan: StreamPlan, window: ShuffleWindow) -> NDArray[np.int64]:
     """For each row of the window's parts, one after the other, its position in the epoch."""
     permutation = _generator(plan.seed, window.epoch, _ROWS_STREAM, window.number).permutation(
         window.end - window.start
@@ -192,7 +192,9 @@ def _read_items(
         yield _read_window(plan, rank=rank, world_size=world_size, **items[index])
 
 
-def _read_window(plan: StreamPlan, window: Window, first: int, last: int, *, rank: int, world_size: int) -> pa.Table:
+def _read_window(
+    plan: StreamPlan, window: ShuffleWindow, first: int, last: int, *, rank: int, world_size: int
+) -> pa.Table:
     """The rows of a window that are the rank's and lie in positions `[first, last)`, by position."""
     positions = window_positions(plan, window)
     wanted = (positions % world_size == rank) & (positions >= first) & (positions < last)

@@ -7,11 +7,11 @@ rename, on S3 by one PUT. Problems that the user can fix raise `InputError` with
 import glob
 import io
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import BinaryIO, cast
 
 import pyarrow as pa
@@ -69,6 +69,11 @@ def list_glob(pattern: str) -> list[FileInfo]:
         return [_local_info(path) for path in sorted(glob.glob(pattern, recursive=True)) if os.path.isfile(path)]
 
 
+def matches_glob(path: str, pattern: str) -> bool:
+    """Whether a path, dot names included, matches a glob in the sense of `list_glob`."""
+    return re.fullmatch(s3_objects.glob_regex(pattern), path) is not None
+
+
 def open_read(path: str) -> BinaryIO:
     """Opens a file for reading, seekable.
 
@@ -114,22 +119,6 @@ def publish_file(local_path: str, path: str) -> None:
         shutil.copyfile(local_path, temporary)
         with open(temporary, "rb+") as file:
             os.fsync(file.fileno())
-
-
-def publish_folder(local_folder: str, path: str) -> None:
-    """Copies a local folder to `path`, replacing what was there.
-
-    Locally the new folder appears by a rename. S3 has no renames: each file appears as a whole, in sorted order, so a
-    caller that needs one moment of truth publishes a marker file after this call.
-    """
-    if is_s3(path):
-        s3_objects.delete(path)
-        for info in list_folder(local_folder):
-            publish_file(info.path, join(path, *Path(info.path).relative_to(local_folder).parts))
-        return
-    with _local_temporary(path) as temporary:
-        shutil.copytree(local_folder, temporary)
-        delete(path)
 
 
 def delete(path: str) -> None:

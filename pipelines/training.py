@@ -10,24 +10,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ray
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from pipelines import cluster
-from pipelines.metrics_board import BoardReader
+from pipelines import cluster, storage
+from pipelines.manifest import identify_model
+from pipelines.metrics_board import MetricsBoard, ProgressFollower, read_metrics
 from pipelines.paths import resolve
 from pipelines.progress import Progress
 from pipelines.reports import environment, publish_report
 from pipelines.run_folder import RunFolder
 from pipelines.sample_stream import StreamPlan
 from pipelines.sft_data import PreparedIndex, prepare_sft_data
-from pipelines.sft_source import inspect_shards
+from pipelines.sft_source import list_shards
 from pipelines.training_inputs import StartModel, TrainingInputs
 from pipelines.training_worker import StageJob, run_stage
 from workers.config import OptimizationSettings, TrainMarsRecipe, TrainSftRecipe
+from workers.errors import InputError
 from workers.models.folder import MultiTokenSettings
 from workers.objectives.mars import MarsObjective
 
+METRICS = "metrics.jsonl"
+_CPUS_FOR_RAY_DATA = 0.5  # workers stream their samples through tasks of it
 _logger = logging.getLogger(__name__)
 TrainRecipe = TrainSftRecipe | TrainMarsRecipe
 
@@ -67,35 +72,18 @@ def run_training(recipe: TrainRecipe, *, dry_run: bool = False) -> dict[str, Any
     """
     run = RunFolder(resolve(recipe.run.output), recipe)
     run.check(overwrite=recipe.run.overwrite)
+    finished = None if recipe.run.overwrite else run.finished_report()
+    if finished is not None and not dry_run:
+        _logger.info("the run in %s is finished; run.overwrite=true would repeat it", run.path)
+        return finished
     inputs = TrainingInputs(recipe.model, recipe.data, recipe.run.seed, run)
     inputs.check()
     if dry_run:
         return None
-    finished = run.open(overwrite=recipe.run.overwrite)
-    if finished is not None:
-        _logger.info("this run is finished; run.overwrite=true would repeat it")
-        return finished
     started = time.time()
-    cluster.connect()
-    gpus = 1.0 if recipe.distributed.use_gpu else 0.0
-    cluster.require_resources(
-        "distributed.num_workers",
-        num_workers=recipe.distributed.num_workers,
-        cpus=recipe.distributed.cpus_per_worker,
-        gpus=gpus,
-    )
-    cluster.require_shared_folder("run.output", str(run.path))
-    start, data = inputs.materialize()
-    with Progress("data", len(inspect_shards(data)), "shards") as progress:
-        index = prepare_sft_data(
-            data,
-            tokenizer_folder=start.folder,
-            mask_token_id=start.mask_token_id,
-            end_ids=start.end_ids,
-            output=run.join("data"),
-            report=lambda done, total: progress.update(done),
-        )
-    _logger.info("data: %d samples, %d rejected rows %s", index.num_rows, index.num_rejected, index.reasons or "")
+    _connect(recipe, run)
+    run.take(overwrite=recipe.run.overwrite)
+    start, index = _prepare(inputs, run)
     stage_reports = {}
     for stage in stages_of(recipe):
         stage_reports[stage.name] = _run_stage(recipe, run, stage, start, index)
@@ -110,6 +98,37 @@ def run_training(recipe: TrainRecipe, *, dry_run: bool = False) -> dict[str, Any
     }
     publish_report(run.report_path, report)
     return report
+
+
+def _connect(recipe: TrainRecipe, run: RunFolder) -> None:
+    """Joins the cluster and checks that it can hold the workers and that all of it sees the run folder."""
+    cluster.connect()
+    cluster.require_resources(
+        "distributed.num_workers",
+        num_workers=recipe.distributed.num_workers,
+        cpus=recipe.distributed.cpus_per_worker,
+        gpus=1.0 if recipe.distributed.use_gpu else 0.0,
+        reserved_cpus=_CPUS_FOR_RAY_DATA,
+    )
+    cluster.require_shared_folder("run.output", str(run.path))
+
+
+def _prepare(inputs: TrainingInputs, run: RunFolder) -> tuple[StartModel, PreparedIndex]:
+    """The start model and the prepared samples; refuses to go on with other ones than the run began with."""
+    start, data = inputs.materialize()
+    with Progress("data", len(list_shards(data.train)), "shards") as progress:
+        index = prepare_sft_data(
+            data,
+            tokenizer_folder=start.folder,
+            mask_token_id=start.mask_token_id,
+            end_ids=start.end_ids,
+            output=run.join("data"),
+            report=lambda done, total: progress.update(done),
+        )
+    run.bind({"data.train": index.fingerprint, "model.path": identify_model(start.folder)})
+    reasons = "".join(f", {count} {reason}" for reason, count in sorted(index.reasons.items()))
+    _logger.info("data: %d samples, %d rejected rows%s", index.num_rows, index.num_rejected, reasons)
+    return start, index
 
 
 def _run_stage(
@@ -153,27 +172,29 @@ def _run_stage(
         log_every=recipe.run.log_every,
         checkpoint_every=recipe.run.checkpoint_every,
     )
-    with BoardReader(stage.name, run.join(stage.name, "metrics.jsonl"), plan.num_steps) as reader:
-        if not Path(final_model).exists():
-            _fit(recipe, run.join(stage.name), job, reader)
+    if not Path(final_model).exists():
+        _fit(recipe, run.join(stage.name), job)
+    lines = read_metrics(run.join(stage.name, METRICS))
     return {
         "steps": plan.num_steps,
         "epochs": round(plan.num_steps / plan.steps_per_epoch, 2),
-        "first_loss": reader.lines[0]["loss"],
-        "final_loss": reader.lines[-1]["loss"],
+        "first_loss": lines[0]["loss"],
+        "final_loss": lines[-1]["loss"],
         "seconds": round(time.time() - started, 1),
         "model": final_model,
-        "last_metrics": reader.lines[-1],
+        "last_metrics": lines[-1],
     }
 
 
-def _fit(recipe: TrainRecipe, folder: str, job: StageJob, reader: BoardReader) -> None:
+def _fit(recipe: TrainRecipe, folder: str, job: StageJob) -> None:
+    """One stage through Ray Train, from its newest checkpoint in `folder` if there is one."""
     distributed = recipe.distributed
     _logger.info("starting %d workers; on CPUs the first step takes about half a minute", distributed.num_workers)
     resources = {"CPU": distributed.cpus_per_worker} | ({"GPU": 1.0} if distributed.use_gpu else {})
+    board = MetricsBoard.remote(storage.join(folder, METRICS))  # type: ignore[attr-defined]
     trainer = TorchTrainer(
         run_stage,
-        train_loop_config={"job": job, "board": reader.board},
+        train_loop_config={"job": job, "board": board},
         torch_config=TorchConfig(backend="nccl" if distributed.use_gpu else "gloo"),
         scaling_config=ScalingConfig(
             num_workers=distributed.num_workers, use_gpu=distributed.use_gpu, resources_per_worker=resources
@@ -185,4 +206,8 @@ def _fit(recipe: TrainRecipe, folder: str, job: StageJob, reader: BoardReader) -
             checkpoint_config=CheckpointConfig(num_to_keep=recipe.run.num_to_keep),
         ),
     )
-    trainer.fit()
+    with ProgressFollower(board, job.settings.objective, job.plan.num_steps):
+        trainer.fit()
+    refusal = ray.get(board.refusal.remote())
+    if refusal is not None:
+        raise InputError(*refusal)

@@ -3,15 +3,23 @@
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from pipelines.paths import resolve
 from pipelines.quickstart_task import write_quickstart_data
 from pipelines.run_folder import RunFolder
 from pipelines.sft_source import inspect_shards, iterate_texts
 from pipelines.tokenizer_training import create_model_folder, train_tokenizer
+from workers.chat import check_prompt_format
 from workers.config import DataSettings, ModelSettings
-from workers.models.folder import read_multi_token_settings
-from workers.models.loading import inspect_model_folder, load_tokenizer
+from workers.errors import InputError
+from workers.models.folder import (
+    MultiTokenSettings,
+    inspect_model_folder,
+    load_tokenizer,
+    read_multi_token_settings,
+)
+from workers.models.loading import check_loadable
 from workers.models.placeholder import find_placeholder
 
 _logger = logging.getLogger(__name__)
@@ -45,7 +53,7 @@ class TrainingInputs:
         """Looks at shards and model folder without writing anything.
 
         Raises:
-            InputError: names the shard, the column or the file of the model folder.
+            InputError: names the shard, the column, the setting or the file of the model folder.
         """
         if not self._is_example:
             inspect_shards(self._data)
@@ -69,14 +77,30 @@ class TrainingInputs:
         return self._start_model(folder), self._data
 
     def _start_model(self, folder: str) -> StartModel:
+        check_loadable(folder)
         facts = inspect_model_folder(folder)
+        tokenizer = load_tokenizer(folder)
+        check_prompt_format(tokenizer, self._data.prompt_format, "data.prompt_format")
+        if facts.max_positions is not None and self._data.max_length > facts.max_positions:
+            raise InputError(
+                "data.max_length",
+                str(self._data.max_length),
+                f"at most {facts.max_positions}, the positions of the model in {folder}",
+            )
         earlier = read_multi_token_settings(folder)
         if earlier is not None:
+            self._refuse_another_placeholder(earlier, tokenizer, folder)
             return StartModel(folder, earlier.mask_token_id, facts.end_ids, False, earlier.block_size > 1)
         placeholder = find_placeholder(
-            load_tokenizer(folder),
-            facts.vocab_size,
-            mask_token=self._model.mask_token,
-            add_mask_row=self._model.add_mask_row,
+            tokenizer, facts.vocab_size, mask_token=self._model.mask_token, add_mask_row=self._model.add_mask_row
         )
         return StartModel(folder, placeholder.token_id, facts.end_ids, placeholder.added_row, False)
+
+    def _refuse_another_placeholder(self, earlier: MultiTokenSettings, tokenizer: Any, folder: str) -> None:
+        wanted = self._model.mask_token
+        if wanted != "auto" and tokenizer.convert_tokens_to_ids(wanted) != earlier.mask_token_id:
+            raise InputError(
+                "model.mask_token",
+                repr(wanted),
+                f"id {earlier.mask_token_id} or `auto`: {folder} has been trained with that placeholder",
+            )

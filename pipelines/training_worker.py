@@ -11,11 +11,13 @@ from ray.train.torch import get_device
 
 from pipelines.sample_stream import StreamPlan, rank_steps
 from workers.config import DistributedSettings, OptimizationSettings
+from workers.errors import InputError
 from workers.models.export import export_folder
-from workers.models.folder import MultiTokenSettings
-from workers.models.loading import add_mask_row, init_mask_embedding, load_causal_lm, load_tokenizer
+from workers.models.folder import MultiTokenSettings, load_tokenizer
+from workers.models.loading import add_mask_row, init_mask_embedding, load_causal_lm
 from workers.objectives.losses import LossModule
 from workers.objectives.mars import MarsObjective
+from workers.objectives.probe import check_two_streams
 from workers.training.checkpoint import load_training_state, save_training_state
 from workers.training.engine import build_engine, full_state_dict
 from workers.training.loop import Metrics, train
@@ -51,16 +53,21 @@ def run_stage(config: dict[str, Any]) -> None:
     if not job.distributed.use_gpu:
         torch.set_num_threads(1)  # ranks share the cores: more threads per rank only wait for each other
     torch.manual_seed(job.seed + rank)
-    model = _load_model(job)
+    try:
+        model = _load_model(job)
+    except InputError as error:  # on every rank alike; raised, it would count as a failure and be tried again
+        if rank == 0:
+            ray.get(board.refuse.remote(error.args))
+        return
     module = LossModule(model, job.objective, job.optimization.head_chunk)
-    engine = build_engine(module.to(get_device()), job.optimization, job.distributed, job.plan.num_steps)
+    engine = build_engine(module, job.optimization, job.distributed, job.plan.num_steps)
     first_step = _restore(engine)
     if rank == 0:
         ray.get(board.restart.remote(first_step))
 
     def post(metrics: Metrics) -> None:
         if rank == 0:
-            board.post.remote(metrics.as_dict())
+            ray.get(board.post.remote(metrics.as_dict()))
 
     train(
         engine,
@@ -85,6 +92,9 @@ def _load_model(job: StageJob) -> Any:
         add_mask_row(model)
     if job.objective.block_size > 1 and not job.has_trained_placeholder:
         init_mask_embedding(model, job.objective.mask_token_id)
+    model.to(get_device())
+    if job.objective.block_size > 1:
+        check_two_streams(model)
     if job.optimization.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model.train()

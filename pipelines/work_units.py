@@ -13,17 +13,15 @@ from typing import Any
 
 import pyarrow as pa
 
-from pipelines import storage
 from pipelines.prompt_rows import OVERRIDE_COLUMNS, PromptFile, RawRow, read_chunks
+from pipelines.row_files import list_row_files
 from workers.config import PromptSettings
 from workers.errors import InputError
-
-EXTENSIONS = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst", ".ndjson")
 
 
 @dataclass(frozen=True)
 class WorkUnit:
-    """Rows `first_row .. first_row + num_rows - 1` of file number `file` of the sorted listing. The name is the part's name."""
+    """Some rows of file number `file` of the sorted listing: `num_rows` from the `first_row`-th on, blank lines not counted."""
 
     file: int
     index: int
@@ -132,12 +130,11 @@ class PromptSet:
             )
 
     def _unit_rows(self, unit: WorkUnit, file: PromptFile, rows: list[RawRow], extra: pa.Table) -> UnitRows:
-        def make(index: int, row: RawRow) -> PromptRow:
-            made_id = f"{file.name}:{unit.first_row + index}"
-            row_id = row.values.get(self.settings.id_column) if self.has_ids else made_id
+        def make(row: RawRow) -> PromptRow:
+            row_id = row.values.get(self.settings.id_column) if self.has_ids else f"{file.name}:{row.number}"
             return PromptRow(row_id, row.location, row.values, row.problem)
 
-        return UnitRows(unit, tuple(make(index, row) for index, row in enumerate(rows)), extra.combine_chunks())
+        return UnitRows(unit, tuple(make(row) for row in rows), extra.combine_chunks())
 
 
 def row_columns(settings: PromptSettings) -> tuple[str, ...]:
@@ -148,40 +145,12 @@ def row_columns(settings: PromptSettings) -> tuple[str, ...]:
 def list_prompt_files(paths: tuple[str, ...]) -> tuple[PromptFile, ...]:
     """The prompt files behind files, folders and globs, sorted by path, each once.
 
-    Folders are searched at any depth; in them, names that begin with `.` or `_` are left out, as are other file types.
-
     Raises:
-        InputError: nothing is found behind one of the paths, or a file named as such has an unknown type.
+        InputError: as `list_row_files`.
     """
-    found: dict[str, storage.FileInfo] = {}
-    for path in paths:
-        infos = _files_behind(path)
-        if not infos:
-            expected = f"files of type {', '.join(EXTENSIONS)}"
-            raise InputError("prompts.paths", f"no prompt file behind {path!r}", expected, "Check the spelling.")
-        found.update({info.path: info for info in infos})
-    infos = [found[path] for path in sorted(found)]
-    num_same_name = Counter(posixpath.basename(info.path) for info in infos)
+    files = list_row_files(paths, "prompts.paths", "prompt file")
+    num_same_name = Counter(posixpath.basename(file.path) for file in files)
     return tuple(
-        PromptFile(info.path, info.size, name if num_same_name[name] == 1 else info.path)
-        for info, name in ((info, posixpath.basename(info.path)) for info in infos)
+        PromptFile(file.path, file.size, file.version, name if num_same_name[name] == 1 else file.path)
+        for file, name in ((file, posixpath.basename(file.path)) for file in files)
     )
-
-
-def _files_behind(path: str) -> list[storage.FileInfo]:
-    if any(mark in path for mark in "*?["):
-        return [info for info in storage.list_glob(path) if info.path.lower().endswith(EXTENSIONS)]
-    single = storage.find_file(path)
-    if single is None:
-        start = len(path.rstrip("/")) + 1
-        return [info for info in storage.list_folder(path) if _is_prompt_file(info.path[start:])]
-    if not path.lower().endswith(EXTENSIONS):
-        raise InputError(
-            "prompts.paths", repr(path), f"a file of type {', '.join(EXTENSIONS)}", "Rename or convert it."
-        )
-    return [single]
-
-
-def _is_prompt_file(name: str) -> bool:
-    is_internal = any(part.startswith(("_", ".")) for part in name.split("/"))
-    return name.lower().endswith(EXTENSIONS) and not is_internal

@@ -3,7 +3,14 @@
 import pytest
 
 from jobs import command_line
-from workers.config import GenerateRecipe, TrainMarsRecipe, TrainSftRecipe
+from workers.config import (
+    EvaluateRecipe,
+    GenerateRecipe,
+    OptimizationSettings,
+    Settings,
+    TrainMarsRecipe,
+    TrainSftRecipe,
+)
 from workers.errors import InputError
 
 
@@ -12,7 +19,9 @@ def parse(*arguments: str, recipe_type=TrainMarsRecipe, default="train_mars.yaml
 
 
 def test_the_default_recipe_and_overrides_on_top():
-    recipe = parse("training.num_steps=7", "data.train=a.jsonl", "data.prompt_column=question", "sft.learning_rate=5e-6")
+    recipe = parse(
+        "training.num_steps=7", "data.train=a.jsonl", "data.prompt_column=question", "sft.learning_rate=5e-6"
+    )
     assert recipe.training.num_steps == 7
     assert recipe.data.train == ("a.jsonl",)
     assert recipe.data.prompt_column == "question"
@@ -44,6 +53,7 @@ def test_null_takes_a_section_away():
         ("objective.block_size=1000", "objective.block_size", "less than or equal to 64"),
         ("distributed.zero_stage=4", "distributed.zero_stage", "0, 1, 2 or 3"),
         ("model.from_scratch.num_heads=3", "model.from_scratch", "must divide"),
+        ("data.max_length=4096", "recipe", "max_positions"),
         ("sft=null", "recipe", "needs the AR SFT stage"),
         ("training.learning_rate=.nan", "training.learning_rate", "finite"),
         ("training=3", "training", "object"),
@@ -80,15 +90,31 @@ def test_a_recipe_file_replaces_the_default_recipe(tmp_path):
     assert recipe.training.learning_rate == 1e-4
 
 
-@pytest.mark.parametrize("recipe_type", [TrainSftRecipe, TrainMarsRecipe, GenerateRecipe])
-def test_help_names_every_field_with_its_meaning(recipe_type):
-    text = command_line.help_text(recipe_type, None) if recipe_type is not TrainMarsRecipe else None
-    text = text or command_line.help_text(recipe_type, "train_mars.yaml")
-    for name, field in recipe_type.model_fields.items():
-        assert f"  {name}" in text
-        assert field.description or hasattr(field.annotation, "model_fields")
-    assert "default" in text
-    assert "None" not in text
+@pytest.mark.parametrize(
+    ("recipe_type", "default"),
+    [
+        (TrainSftRecipe, "train_sft.yaml"),
+        (TrainMarsRecipe, "train_mars.yaml"),
+        (GenerateRecipe, "generate.yaml"),
+        (EvaluateRecipe, "evaluate.yaml"),
+    ],
+)
+def test_help_names_every_field_with_default_and_meaning(recipe_type, default):
+    text = command_line.help_text(recipe_type, default)
+    fields = list(leaf_fields(recipe_type))
+    assert len(fields) > 10
+    for name, field in fields:
+        line, meaning = text.split(f"  {name} (")[1].split("\n")[:2]
+        assert "default" in line
+        assert meaning.strip() == field.description
+
+
+def leaf_fields(model, prefix=""):
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Settings):
+            yield from leaf_fields(field.annotation, f"{prefix}{name}.")
+        elif field.annotation != OptimizationSettings | None:
+            yield f"{prefix}{name}", field
 
 
 def test_exit_codes_and_last_line(caplog):

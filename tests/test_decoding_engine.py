@@ -1,6 +1,7 @@
 """Stop rules, budgets, windows, thresholds, errors and counts of the engine, with a model that says what a script tells it."""
 
 import logging
+from collections import Counter
 
 import pytest
 from scripted_model import END_ID, MASK_ID, VOCAB_SIZE, ByteTokenizer, Script, ScriptedModel
@@ -250,6 +251,25 @@ def test_statistics():
     assert counts.query_tokens_per_token == 2.0
     counts.add(counts)
     assert (counts.num_kept_tokens, counts.tokens_per_forward) == (12, 2.0)
+
+
+def test_every_result_carries_the_counts_of_its_row():
+    scripts = [
+        Script((10, 11), (20, 21, 22, 23, END_ID)),
+        Script((12,), (30, END_ID)),
+        Script((13,), (40, 41, 42, 43, 44, END_ID)),
+    ]
+    engine = make_engine(*scripts, block_size=3)
+    stop = {2: {"stop": (chr(41),)}}
+    results = engine.generate_all(
+        [request_of(script, place, **stop.get(place, {})) for place, script in enumerate(scripts)]
+    )
+    # The first row: two prompt tokens and two placeholders, 3 kept; then three pending tokens and two placeholders, 2 kept. The
+    # last row keeps three tokens and loses the one behind its stop string.
+    assert [result.kept_per_forward for result in results] == [{3: 1, 2: 1}, {2: 1}, {2: 1}]
+    assert [result.num_query_tokens for result in results] == [4 + 5, 3, 3]
+    assert sum(result.num_query_tokens for result in results) == engine.statistics.num_query_tokens
+    assert sum((result.kept_per_forward for result in results), Counter()) == engine.statistics.kept_per_forward
 
 
 def test_one_forward_of_the_model_per_step():

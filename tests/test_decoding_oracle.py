@@ -4,18 +4,28 @@ Rules out the faults of published samplers: acceptance counts shifted by finishe
 behind an end token, budgets rounded up to blocks, and prompt tokens dropped because they look like padding.
 """
 
+import copy
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from naive_decoding import naive_decode
 from scripted_model import ByteTokenizer
-from tiny_models import MASK_ID, tiny_model
-from transformers import GenerationConfig
+from tiny_models import MASK_ID, tiny_model, word_tokenizer
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from workers.config import RowDecodingSettings
 from workers.decoding.engine import DecodingEngine
 from workers.decoding.request import Request, Result, row_seed
+from workers.models.export import export_folder
+from workers.models.folder import (
+    MultiTokenSettings,
+    inspect_model_folder,
+    load_tokenizer,
+    read_multi_token_settings,
+)
+from workers.models.loading import load_causal_lm
 
 MODEL_TYPES = ["llama", "qwen2", "gpt2", "mistral", "qwen2_sliding"]
 TOKENIZER = ByteTokenizer()
@@ -70,10 +80,11 @@ def row_settings(draw) -> RowDecodingSettings:
     mode = draw(st.sampled_from(["one_token", "tau", "tau", "tau"]))
     score = draw(st.sampled_from(["probability", "margin", "entropy"]))
     thresholds = [0.0, 0.8, 1.7, 3.0] if score == "entropy" else [0.0, 0.2, 0.5, 1.0]
+    threshold = draw(st.sampled_from(thresholds))
     return RowDecodingSettings(
         mode=mode,
         score=score,
-        threshold=draw(st.sampled_from(thresholds)),
+        threshold=threshold if mode == "tau" else None,
         window=draw(st.sampled_from([None, 1, 2, 3, 5, 8])),
         max_new_tokens=draw(st.integers(1, 14)),
         temperature=draw(st.sampled_from([0.0, 0.0, 0.7, 1.5])),
@@ -142,6 +153,39 @@ def test_one_token_mode_equals_generate(model_type):
         output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
         assert list(result.token_ids) == output[0, len(prompt) :].tolist()
         assert result.num_forwards == len(result.token_ids)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2_sliding", "gpt2"])
+def test_one_token_mode_equals_generate_of_the_exported_folder(model_type, tmp_path):
+    """`transformers` loads the folder with its own generation config, in which the export has suppressed [MASK]."""
+    folder = str(tmp_path / "model")
+    model = copy.deepcopy(MODELS[model_type])
+    # The tokenizer ends with 2, the model with 1.
+    model.generation_config.eos_token_id = [1, 2]
+    settings = MultiTokenSettings(mask_token_id=MASK_ID, block_size=4, prompt_format="raw", objective="mars")
+    export_folder(None, model, word_tokenizer(), settings, folder)
+    engine = DecodingEngine(
+        load_causal_lm(folder, dtype=torch.float32),
+        load_tokenizer(folder),
+        mask_token_id=read_multi_token_settings(folder).mask_token_id,
+        end_ids=inspect_model_folder(folder).end_ids,
+        block_size=1,
+        num_slots=4,
+        max_length=None,
+        cache="ragged",
+    )
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(3, MASK_ID, (length,), generator=generator).tolist() for length in range(1, 25)]
+    # End tokens inside and at the end of a prompt are ordinary tokens.
+    prompts += [[5, 1, 9, 2, 7], [8, 1], [2]]
+    options = RowDecodingSettings(mode="one_token", max_new_tokens=40)
+    results = engine.generate_all([Request(place, tuple(prompt), options) for place, prompt in enumerate(prompts)])
+    for prompt, result in zip(prompts, results, strict=True):
+        ids = torch.tensor([prompt])
+        output = theirs.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=40)
+        assert list(result.token_ids) == output[0, len(prompt) :].tolist()
+    assert {result.finish_reason for result in results} == {"stop", "length"}
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2"])

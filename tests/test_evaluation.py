@@ -7,12 +7,14 @@ from typing import Any
 import pyarrow.dataset as ds
 import pytest
 from prompt_files import BLOCK_SIZE, make_model_folder, write_jsonl, write_parquet
+from pydantic import ValidationError
 
 from pipelines import evaluation
-from pipelines.evaluation import run_evaluation, score, settings_grid, validate_quickstart
+from pipelines.evaluation import accuracy, run_evaluation, score, settings_grid, validate_quickstart
 from pipelines.quickstart_task import generate_problems, write_quickstart_data
 from pipelines.reports import facts_table, text_table
-from workers.config import ActorSettings, DecodingSettings, EvaluateRecipe, GenerateRecipe, PromptSettings
+from workers.config import ActorSettings, EvaluateRecipe, EvaluationDecodingSettings, GenerateRecipe, PromptSettings
+from workers.errors import InputError
 
 
 def test_the_grid_is_one_token_and_every_threshold_at_every_window() -> None:
@@ -22,6 +24,55 @@ def test_the_grid_is_one_token_and_every_threshold_at_every_window() -> None:
     assert {name: each.output for name, each in grid.items()} == {name: f"/out/{name}" for name in grid}
     assert (grid["tau_0.5_window_4"].decoding.threshold, grid["tau_0.5_window_4"].decoding.window) == (0.5, 4)
     assert list(settings_grid(base, (1.0,), ())) == ["one_token", "tau_1"]
+
+
+def test_close_thresholds_have_folders_of_their_own() -> None:
+    close = (0.9999999, 0.9999998, 1.0, 1e-7)
+    grid = settings_grid(GenerateRecipe(output="/out"), close, ())
+    assert list(grid)[1:] == ["tau_0.9999999", "tau_0.9999998", "tau_1", "tau_1e-07"]
+    assert [grid[name].decoding.threshold for name in list(grid)[1:]] == list(close)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"windows": (0,)}, ("windows", 0)),
+        ({"windows": (4, 100)}, ("windows", 1)),
+        ({"thresholds": (-3.0,)}, ("thresholds", 0)),
+        ({"decoding": {"threshold": 0.5}}, ("decoding", "threshold")),
+        ({"decoding": {"mode": "tau"}}, ("decoding", "mode")),
+        ({"decoding": {"window": 4}}, ("decoding", "window")),
+    ],
+)
+def test_a_grid_that_cannot_be_evaluated_is_refused_by_name(changes: dict[str, Any], field: tuple[Any, ...]) -> None:
+    with pytest.raises(ValidationError) as refused:
+        EvaluateRecipe(**changes)
+    assert [error["loc"] for error in refused.value.errors()] == [field]
+
+
+def test_an_ordinary_model_has_no_tau_rows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_jsonl(tmp_path / "in.jsonl", [{"prompt": "Hi"}])
+    recipe = EvaluateRecipe(
+        model=make_model_folder(tmp_path / "model"),
+        prompts=PromptSettings(paths=(str(tmp_path / "in.jsonl"),)),
+        output=str(tmp_path / "out"),
+        thresholds=(0.9, 0.5),
+        windows=(BLOCK_SIZE, BLOCK_SIZE + 2),
+    )
+    assert run_evaluation(recipe, dry_run=True) is None
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warnings == ["window 6 is larger than 4, the block size that the model was trained with"]
+    (tmp_path / "model" / "marsray.json").unlink()
+    with pytest.raises(InputError, match=r"^thresholds: .*marsray\.json.* expected \[\]"):
+        run_evaluation(recipe, dry_run=True)
+    assert run_evaluation(recipe.model_copy(update={"thresholds": ()}), dry_run=True) is None
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_row_without_an_answer_is_a_wrong_one() -> None:
+    assert accuracy({"ok": 3, "total": 1}, 4) == 3 / 8
+    assert accuracy({"total": 1}, 0) == 0.0
+    assert accuracy({}, 4) is None
 
 
 def test_answers_are_scored_by_the_validator_whatever_the_column(tmp_path: Path) -> None:
@@ -53,7 +104,7 @@ def test_an_evaluation_reports_each_setting_and_a_finished_one_loads_no_model(
         prompts=PromptSettings(paths=data.heldout_paths, rows_per_unit=4),
         output=str(tmp_path / "out"),
         thresholds=(1.0, 0.0),
-        decoding=DecodingSettings(max_new_tokens=8, num_slots=4),
+        decoding=EvaluationDecodingSettings(max_new_tokens=8, num_slots=4),
         actors=ActorSettings(num_cpus=0.5),
     )
     assert run_evaluation(recipe, dry_run=True) is None and not (tmp_path / "out").exists()
@@ -64,6 +115,7 @@ def test_an_evaluation_reports_each_setting_and_a_finished_one_loads_no_model(
     assert all((row.num_rows, row.num_scored, row.accuracy) == (6, 6, 0.0) for row in report.rows)
     assert rows["one_token"].tokens_per_forward == rows["tau_1"].tokens_per_forward == 1.0
     assert rows["tau_0"].tokens_per_forward > 1.5 and rows["tau_0"].window == BLOCK_SIZE
+    assert rows["one_token"].query_tokens_per_token < rows["tau_0"].query_tokens_per_token
     texts: list[Any] = [
         ds.dataset(tmp_path / "out" / name).to_table()["token_ids"].to_pylist() for name in ("one_token", "tau_1")
     ]
@@ -81,7 +133,7 @@ def test_prompts_of_another_task_have_no_accuracy(ray_session: None, tmp_path: P
         prompts=PromptSettings(paths=(str(tmp_path / "in.jsonl"),)),
         output=str(tmp_path / "out"),
         thresholds=(),
-        decoding=DecodingSettings(max_new_tokens=4, num_slots=2),
+        decoding=EvaluationDecodingSettings(max_new_tokens=4, num_slots=2),
         actors=ActorSettings(num_cpus=0.5),
     )
     report = run_evaluation(recipe)

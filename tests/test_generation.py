@@ -3,6 +3,8 @@
 import asyncio
 import json
 import os
+import re
+import shutil
 import signal
 from collections import Counter
 from collections.abc import Callable
@@ -15,15 +17,20 @@ import pyarrow.parquet as pq
 import pytest
 from prompt_files import BLOCK_SIZE, make_model_folder, write_jsonl, write_parquet
 
+from jobs import generate
+from jobs.command_line import parse
 from pipelines import generation, inference_pool
-from pipelines.generation import model_setup, resolve_recipe, run_generation
+from pipelines.generation import model_setup, open_manifest, resolve_recipe, run_generation
 from pipelines.inference_actor import InferenceActor, OutputTask
-from pipelines.inference_pool import PoolFailed
+from pipelines.inference_pool import PoolError
 from pipelines.manifest import UnitEntry
 from pipelines.prompt_preflight import check_prompt_set
-from pipelines.work_units import UnitRows
+from pipelines.row_requests import RequestBuilder, RowFault
+from pipelines.work_units import PromptRow, UnitRows
 from workers.config import ActorSettings, DecodingSettings, GenerateRecipe, PromptSettings
+from workers.decoding.request import Request
 from workers.errors import InputError
+from workers.models.folder import load_tokenizer
 
 DECODING = DecodingSettings(max_new_tokens=6, num_slots=4)
 
@@ -177,6 +184,13 @@ def test_a_job_reports_what_it_wrote_and_a_finished_one_is_left_alone(
     assert report.errors == Counter(row["error_code"] for row in errors(tmp_path / "out"))
     assert report.num_generated_tokens == sum(len(row["token_ids"]) for row in done)
     assert report.tokens_per_forward == report.num_generated_tokens / sum(row["num_forwards"] for row in done)
+    kept = {int(num_kept): count for num_kept, count in report.kept_per_forward.items()}
+    assert sum(kept.values()) == report.num_forwards == sum(row["num_forwards"] for row in done)
+    assert sum(num_kept * count for num_kept, count in kept.items()) == report.num_generated_tokens
+    # Each prompt once, each kept token but a row's last, and the placeholders.
+    num_clean = report.num_prompt_tokens + report.num_generated_tokens - report.num_results
+    assert num_clean <= report.num_query_tokens <= num_clean + report.num_forwards * (BLOCK_SIZE - 1)
+    assert report.query_tokens_per_token == report.num_query_tokens / report.num_generated_tokens
     assert report.exit_code == 0 and (tmp_path / "out" / "_SUCCESS").exists()
     times = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
     assert run_generation(job) == report
@@ -240,7 +254,7 @@ def test_a_failed_job_is_resumed_and_then_left_alone(
     output = tmp_path / "out"
     job = recipe(model_folder, tmp_path / "in", output, rows_per_unit=3)
     arm("00002-000000", 99)
-    with pytest.raises(PoolFailed, match="died 3 times during unit 00002-000000"):
+    with pytest.raises(PoolError, match="died 3 times during unit 00002-000000"):
         run_generation(job)
     before = {row["id"] for row in answers(output)}
     assert before and not (output / "_SUCCESS").exists()
@@ -278,6 +292,110 @@ def test_a_broken_model_folder_is_the_users_error_from_the_actor(ray_session: No
         run_generation(recipe(str(folder), tmp_path / "in.parquet", tmp_path / "out"))
 
 
+def test_a_broken_model_folder_costs_nothing(ray_session: None, model_folder: str, tmp_path: Path) -> None:
+    """Once, overwrite=true had deleted the earlier answers before an actor found that the new model cannot be loaded."""
+    broken = Path(make_model_folder(tmp_path / "model"))
+    (broken / "model.safetensors").unlink()
+    path = write_parquet(tmp_path / "in.parquet", {"prompt": ["p", ""]})
+    arguments = [f"prompts.paths={path}", f"output={tmp_path}/out", "actors.num_actors=1", "decoding.max_new_tokens=4"]
+    assert generate.main([f"model={broken}", *arguments]) == 2
+    assert not (tmp_path / "out").exists()
+    good = recipe(model_folder, path, tmp_path / "out")
+    open_manifest(good).start(overwrite=False)
+    decode_here(good)
+    before = {path: path.is_file() and path.read_bytes() for path in (tmp_path / "out").rglob("*")}
+    assert before
+    assert generate.main([f"model={broken}", *arguments, "overwrite=true"]) == 2
+    assert {path: path.is_file() and path.read_bytes() for path in (tmp_path / "out").rglob("*")} == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "mode", "threshold"),
+    [
+        ([], "tau", 0.95),
+        (["decoding.mode=tau", "decoding.threshold=0.5"], "tau", 0.5),
+        (["decoding.threshold=1"], "tau", 1.0),
+        (["decoding.mode=one_token"], "one_token", None),
+    ],
+)
+def test_a_threshold_belongs_to_tau_mode(arguments: list[str], mode: str, threshold: float | None) -> None:
+    job, _ = parse(GenerateRecipe, "generate.yaml", arguments)
+    assert (job.decoding.mode, job.decoding.threshold) == (mode, threshold)
+    # A resolved recipe, as a dry run prints it, is a recipe.
+    assert GenerateRecipe.model_validate_json(job.model_dump_json()) == job
+
+
+def test_a_threshold_with_one_token_is_refused_by_name() -> None:
+    with pytest.raises(InputError, match="^decoding: .*no threshold with mode one_token"):
+        parse(GenerateRecipe, "generate.yaml", ["decoding.mode=one_token", "decoding.threshold=0.5"])
+
+
+@pytest.mark.parametrize(
+    ("job", "row", "expected"),
+    [
+        ({"mode": "one_token"}, {"threshold": 0.5}, ("tau", 0.5)),
+        ({"mode": "one_token"}, {"mode": "tau"}, ("tau", 0.95)),
+        ({"mode": "tau", "threshold": 0.5}, {"mode": "one_token"}, ("one_token", None)),
+        ({"mode": "tau", "threshold": 0.5}, {"window": 2}, ("tau", 0.5)),
+        ({"mode": "tau", "threshold": 0.5}, {"mode": "one_token", "threshold": 0.5}, None),
+        ({"mode": "one_token"}, {"threshold": -1.0}, None),
+    ],
+)
+def test_a_row_overrides_mode_and_threshold_together(
+    model_folder: str, job: dict[str, Any], row: dict[str, Any], expected: tuple[str, float | None] | None
+) -> None:
+    builder = RequestBuilder(
+        load_tokenizer(model_folder),
+        end_ids=frozenset(),
+        prompt_format="chat",
+        prompts=PromptSettings(),
+        decoding=DecodingSettings(**job),
+    )
+    request = builder.build(PromptRow(0, "here", {"prompt": "Hi", **row}))
+    if expected is None:
+        assert isinstance(request, RowFault) and request.code == "invalid_settings" and "threshold" in request.message
+    else:
+        assert isinstance(request, Request)
+        assert (request.decoding.mode, request.decoding.threshold) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mask_token_id": -1}, "marsray.json, mask_token_id: found -1; expected a token id of the model, 0..319"),
+        ({"mask_token_id": 320}, "marsray.json, mask_token_id: found 320; expected a token id of the model, 0..319"),
+        ({"block_size": 0}, "marsray.json, block_size: found 0; expected 1..64"),
+        ({"block_size": 65}, "marsray.json, block_size: found 65; expected 1..64"),
+        ({"prompt_format": "html"}, "marsray.json, prompt_format: found 'html'; expected chat or raw"),
+    ],
+)
+def test_impossible_multi_token_settings_are_refused_by_file_and_field(
+    model_folder: str, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    values = json.loads((folder / "marsray.json").read_text())
+    (folder / "marsray.json").write_text(json.dumps(values | changes))
+    with pytest.raises(InputError, match=re.escape(message)):
+        model_setup(str(folder), DECODING, uses_gpu=False)
+
+
+def test_a_model_must_be_a_local_folder(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "in.parquet", {"prompt": ["p"]})
+    for model in ("s3://bucket/model", f"{tmp_path}/absent"):
+        with pytest.raises(InputError, match=f"^model {model}: found no folder there; expected a local folder"):
+            run_generation(recipe(model, path, tmp_path / "out"), dry_run=True)
+
+
+def test_a_window_beyond_the_block_size_is_warned_of_where_the_user_reads(
+    model_folder: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for window in (None, BLOCK_SIZE, BLOCK_SIZE + 1):
+        model_setup(model_folder, DecodingSettings(window=window), uses_gpu=False)
+    assert [record.getMessage() for record in caplog.records if record.name == "pipelines.generation"] == [
+        "window 5 is larger than 4, the block size that the model was trained with"
+    ]
+
+
 def test_a_dry_run_checks_and_writes_nothing(model_folder: str, tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "in.parquet", {"prompt": ["p"]})
     assert run_generation(recipe(model_folder, path, tmp_path / "out"), dry_run=True) is None
@@ -312,7 +430,7 @@ def test_an_ordinary_model_decodes_one_token_at_a_time_only(tmp_path: Path) -> N
     (folder / "marsray.json").unlink()
     with pytest.raises(InputError, match="^decoding.mode: found tau"):
         model_setup(str(folder), DECODING, uses_gpu=False)
-    one_token = DECODING.model_copy(update={"mode": "one_token"})
+    one_token = DecodingSettings(mode="one_token", max_new_tokens=6, num_slots=4)
     assert model_setup(str(folder), one_token, uses_gpu=False).block_size == 1
     write_parquet(tmp_path / "in.parquet", {"prompt": ["p", "q"]})
     decode_here(recipe(str(folder), tmp_path / "in.parquet", tmp_path / "out", decoding=one_token))

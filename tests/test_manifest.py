@@ -1,5 +1,6 @@
 """The manifest: what is done is never done again, and nobody resumes a job with other settings."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -8,10 +9,11 @@ from hypothesis import strategies as st
 
 from pipelines.manifest import Manifest, Totals, UnitEntry, fingerprint, identify_model, publish_entry
 from pipelines.prompt_rows import PromptFile
+from pipelines.work_units import list_prompt_files
 from workers.config import DecodingSettings, PromptSettings
 from workers.errors import InputError
 
-FILES = (PromptFile("/in/a.parquet", 10, "a.parquet"),)
+FILES = (PromptFile("/in/a.parquet", 10, "1", "a.parquet"),)
 
 
 def entry(name: str, **changes: object) -> UnitEntry:
@@ -59,7 +61,9 @@ def test_resuming_with_other_settings_names_the_field(tmp_path: Path, model: str
     for name, other in (
         (
             "prompts.paths",
-            fingerprint((PromptFile("/in/a.parquet", 11, "a"),), model, PromptSettings(), DecodingSettings(), False),
+            fingerprint(
+                (PromptFile("/in/a.parquet", 11, "1", "a"),), model, PromptSettings(), DecodingSettings(), False
+            ),
         ),
         (
             "prompts.rows_per_unit",
@@ -69,6 +73,30 @@ def test_resuming_with_other_settings_names_the_field(tmp_path: Path, model: str
     ):
         with pytest.raises(InputError, match=f"^{name}: "):
             Manifest(output, other).check(overwrite=False)
+
+
+def test_input_of_the_same_size_with_other_content_is_named(tmp_path: Path, model: str) -> None:
+    """Path and size alone once took an edited prompt file for the old one, and the answers of two inputs were mixed."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for name in "abc":
+        (folder / f"{name}.jsonl").write_text('{"prompt": "p"}\n')
+
+    def manifest() -> Manifest:
+        files = list_prompt_files((str(folder),))
+        return Manifest(str(tmp_path / "out"), fingerprint(files, model, PromptSettings(), DecodingSettings(), False))
+
+    manifest().start(overwrite=False)
+    assert not manifest().check(overwrite=False)
+    (folder / "b.jsonl").write_text('{"prompt": "q"}\n')
+    os.utime(folder / "b.jsonl", ns=(1, 1))
+    with pytest.raises(InputError, match=r"^prompts\.paths: .*b\.jsonl") as refusal:
+        manifest().check(overwrite=False)
+    assert "a.jsonl" not in str(refusal.value) and "c.jsonl" not in str(refusal.value)
+    (folder / "d.jsonl").write_text('{"prompt": "p"}\n')
+    (folder / "b.jsonl").unlink()
+    with pytest.raises(InputError, match=r"found .*d\.jsonl.* expected .*b\.jsonl"):
+        manifest().check(overwrite=False)
 
 
 def test_another_checkpoint_of_the_same_size_is_another_model(tmp_path: Path, model: str) -> None:

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pipelines import row_files
 from pipelines.sft_source import MalformedLine, Shard, inspect_shards, iterate_rows, iterate_texts, list_shards
 from workers.config import DataSettings
 from workers.errors import InputError
@@ -75,6 +76,33 @@ def test_rows_keep_their_line_numbers_and_bad_lines_stay_in_place(tmp_path: Path
     rows = rows_of(path)
     assert [number for number, _ in rows] == [0, 2, 3, 4, 5, 6]
     assert [isinstance(row, MalformedLine) for _, row in rows] == [False, True, True, True, True, False]
+
+
+def test_a_line_that_is_too_long_is_one_bad_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It once stopped the whole job, although the rows after it were good."""
+    monkeypatch.setattr(row_files, "MAX_LINE_BYTES", 40)
+    good = b'{"prompt": "a", "response": "b"}'
+    longest = good + b" " * (40 - len(good))
+    path = write(tmp_path / "a.jsonl", b"\n".join([good, longest, longest + b"}", b"x" * 200, good, longest]))
+    rows = rows_of(path)
+    assert [number for number, _ in rows] == list(range(6))
+    assert [isinstance(row, MalformedLine) for _, row in rows] == [False, False, True, True, False, False]
+
+
+def test_blank_files_and_byte_order_marks(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", b"\xef\xbb\xbf\n\r\n")
+    assert rows_of(path) == []
+
+
+@pytest.mark.parametrize(("name", "position"), [("a.parquet", "row 3"), ("a.jsonl.gz", "line 4")])
+def test_locations_are_rows_of_parquet_and_lines_of_jsonl(name: str, position: str) -> None:
+    assert Shard(name, 1, "v").location(3) == f"{name} {position}"
+
+
+def test_a_glob_leaves_out_side_files(folder: Path) -> None:
+    write(folder / "_side.jsonl", LINES)
+    for pattern in ("*.jsonl", "**/*.jsonl"):
+        assert [shard.path for shard in list_shards([str(folder / pattern)])] == [str(folder / "b.jsonl")]
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)

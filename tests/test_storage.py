@@ -75,11 +75,18 @@ def test_publish_replaces_as_a_whole_and_leaves_nothing_when_it_fails(tree: str)
     assert not [name for _, _, names in os.walk(tree) for name in names if name.endswith(".tmp")]
 
 
-def test_publish_folder_replaces_the_old_one(tree: str) -> None:
-    target = storage.join(tree, "published")
-    storage.publish_bytes(storage.join(target, "old.txt"), b"old")
-    storage.publish_folder(storage.join(tree, "b"), target)
-    assert [os.path.relpath(i.path, target) for i in storage.list_folder(target)] == ["c.txt", "d.log", "e/f.txt"]
+def test_a_glob_below_a_dot_folder_on_s3_finds_what_is_there(s3: Stubber) -> None:
+    """A dot anywhere in the key once hid a file, also in the part of the path that the user had written out."""
+    s3.add_response("list_objects_v2", listing(".data/a.txt", ".data/.b.txt", ".data/.c/d.txt"))
+    assert [info.path for info in storage.list_glob("s3://bucket/.data/**/*.txt")] == ["s3://bucket/.data/a.txt"]
+
+
+@pytest.mark.parametrize(
+    ("path", "pattern", "expected"),
+    [("/a/b/c.txt", "/a/**/*.txt", True), ("/a/b/c.txt", "/a/*.txt", False), ("/a/c.txt", "/a/c.txt", True)],
+)
+def test_a_path_matches_a_glob_without_being_there(path: str, pattern: str, expected: bool) -> None:
+    assert storage.matches_glob(path, pattern) == expected
 
 
 def test_version_changes_with_the_content(tree: str) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,8 +14,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from jobs import command_line, train_mars, train_sft
+from pipelines.tokenizer_training import create_model_folder, train_tokenizer
 from pipelines.training import run_training
-from workers.config import TrainMarsRecipe
+from workers.config import FromScratch, TrainMarsRecipe
 from workers.errors import InputError
 from workers.models.folder import read_multi_token_settings
 
@@ -128,21 +130,71 @@ def test_a_killed_driver_resumes_with_the_curve_of_an_unbroken_run(finished, tmp
     assert losses(output, "mars") == pytest.approx(losses(unbroken, "mars"), abs=1e-4)
 
 
+@pytest.fixture(scope="module")
+def model_folders(tmp_path_factory) -> Path:
+    """Folders that cannot be trained, each for one reason."""
+    folder = tmp_path_factory.mktemp("models")
+    tokenizer = train_tokenizer(iter(["Say 7 twice."]), vocab_size=300, max_positions=128)
+    scratch = FromScratch(
+        vocab_size=300, hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2, num_kv_heads=2
+    )
+    for name in ("no_tokenizer", "no_weights", "no_free_id", "recurrent", "short"):
+        create_model_folder(scratch, tokenizer, folder / name, seed=0)
+    for path in (folder / "no_tokenizer").glob("tokenizer*"):
+        path.unlink()
+    (folder / "no_weights" / "model.safetensors").unlink()
+    for path in (folder / "no_free_id").glob("tokenizer*.json"):
+        path.write_text(path.read_text().replace("<|mask|>", "plain").replace('"mask_token"', '"other_token"'))
+    for name, key, value in (("recurrent", "model_type", "mamba"), ("short", "max_position_embeddings", 16)):
+        config = json.loads((folder / name / "config.json").read_text())
+        (folder / name / "config.json").write_text(json.dumps(config | {key: value}))
+    return folder
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         ("data.train=nowhere/*.jsonl", "data.train"),
+        ("data.train={tmp}/empty.jsonl", "empty.jsonl"),
+        ("data.train={tmp}/broken.parquet", "broken.parquet"),
         ("data.response_column=reply", "answer, question"),
         ("model.path=nowhere", "nowhere"),
+        ("model.path={models}/no_tokenizer", "no tokenizer"),
+        ("model.path={models}/no_weights", "no weights"),
+        ("model.path={models}/no_free_id", "model.add_mask_row"),
+        ("model.path={models}/recurrent", "recurrent"),
+        ("model.path={models}/short", "data.max_length"),
         ("objective.block_size=65", "objective.block_size"),
         ("training.num_step=3", "num_steps"),
+        ("distributed.num_workers=64", "64 x 0.5 CPUs"),
     ],
 )
-def test_bad_input_ends_with_exit_code_2_and_leaves_nothing(change, words, tmp_path, caplog):
+def test_bad_input_ends_with_exit_code_2_and_leaves_nothing(
+    change, words, ray_session, model_folders, tmp_path, caplog
+):
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 but not really")
     output = tmp_path / "run"
+    change = change.format(tmp=tmp_path, models=model_folders)
     assert train_mars.main([*arguments(write_shard(tmp_path), output), change]) == 2
     assert words in caplog.text
     assert not output.exists()
+
+
+def test_a_refusal_costs_no_earlier_run(finished):
+    shard, output, report = finished
+    code = train_mars.main([*arguments(shard, output), "run.overwrite=true", "distributed.num_workers=64"])
+    assert code == 2
+    assert json.loads((output / "report.json").read_text()) == report
+
+
+def test_too_many_bad_rows_stop_the_run_before_training(ray_session, tmp_path, caplog):
+    shard = write_shard(tmp_path, num_rows=2)
+    with shard.open("a") as file:
+        file.write('{"question": "cut o\n')
+    assert train_mars.main(arguments(shard, tmp_path / "run")) == 2
+    assert "malformed JSON line" in caplog.text
+    assert not (tmp_path / "run" / "sft").exists()
 
 
 def test_a_folder_with_other_files_is_never_overwritten(tmp_path):
@@ -163,3 +215,19 @@ def test_a_dry_run_checks_and_writes_nothing(tmp_path, capsys):
     assert train_mars.main([*arguments(write_shard(tmp_path), output), "--dry-run"]) == 0
     assert "block_size: 4" in capsys.readouterr().out
     assert not output.exists()
+
+
+def test_a_continuation_refuses_shards_that_have_changed(finished, tmp_path):
+    shard, output, _ = finished
+    copy = tmp_path / "run"
+    shutil.copytree(output, copy)
+    (copy / "report.json").unlink()
+    before, times = shard.read_text(), shard.stat()
+    shard.write_text(before.replace("Say 1 twice", "Say 2 twice"))
+    try:
+        with pytest.raises(InputError, match=r"data\.train: found files that have changed"):
+            run_training(recipe_of(*arguments(shard, copy)))
+    finally:
+        shard.write_text(before)
+        os.utime(shard, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert run_training(recipe_of(*arguments(shard, copy))) is not None

@@ -46,11 +46,11 @@ def run_rank(rank: int, world_size: int, port: int, folder: str, cases: list[dic
     torch.distributed.destroy_process_group()
 
 
-def train_case(rank, world_size, folder, *, name, stage, rows=8, row_tokens=64, stop_at=None):
+def train_case(rank, world_size, folder, *, name, stage, model_type="llama", rows=8, row_tokens=64, stop_at=None):
     """Trains `NUM_STEPS` steps; with `stop_at`, saves there and goes on from the file in a new engine."""
     first, restored = 0, None
     for last in [stop_at, NUM_STEPS] if stop_at else [NUM_STEPS]:
-        model = tiny_model("llama").train()
+        model = tiny_model(model_type).train()
         objective = MarsObjective(4, 1.0, 1.0, True, MASK_ID, seed=0)
         optimization = OptimizationSettings(
             learning_rate=1e-2, warmup_share=0.5, row_tokens=row_tokens, micro_batch_rows=rows, max_grad_norm=0.5
@@ -76,6 +76,9 @@ def train_case(rank, world_size, folder, *, name, stage, rows=8, row_tokens=64, 
             restored = folder
             save_training_state(engine, folder, num_steps_done=last)
             torch.distributed.barrier()
+    if stage == 3:
+        partitioned = [parameter for parameter in model.parameters() if parameter.numel() == 0]
+        assert partitioned, "ZeRO-3 has kept every parameter whole"
     return full_state_dict(engine, model, stage)
 
 
@@ -88,13 +91,14 @@ def spawn(world_size: int, folder: Path, cases: list[dict]) -> dict[str, dict[st
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory) -> dict[str, torch.Tensor]:
-    """One rank, one micro-batch a step, no ZeRO."""
-    return spawn(1, tmp_path_factory.mktemp("reference"), [{"name": "alone", "stage": 0, "row_tokens": 512}])["alone"]
+def references(tmp_path_factory) -> dict[str, dict[str, torch.Tensor]]:
+    """One rank, one micro-batch a step, no ZeRO; by model type."""
+    cases = [{"name": name, "model_type": name, "stage": 0, "row_tokens": 512} for name in ("llama", "llama_tied")]
+    return spawn(1, tmp_path_factory.mktemp("reference"), cases)
 
 
-def assert_same(state: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> None:
-    start = tiny_model("llama").state_dict()
+def assert_same(state: dict[str, torch.Tensor], reference: dict[str, torch.Tensor], model_type: str) -> None:
+    start = tiny_model(model_type).state_dict()
     assert state.keys() == reference.keys() == start.keys()
     moved = max((reference[name] - start[name]).abs().max().item() for name in reference)
     assert moved > 1e-2
@@ -103,8 +107,11 @@ def assert_same(state: dict[str, torch.Tensor], reference: dict[str, torch.Tenso
         torch.testing.assert_close(state[name], tensor, rtol=0, atol=2e-5)
 
 
-def test_ranks_micro_batches_stages_and_restarts_change_nothing(reference, tmp_path):
+def test_ranks_micro_batches_stages_and_restarts_change_nothing(references, tmp_path):
     cases = [{"name": f"stage{stage}", "stage": stage, "rows": 1} for stage in (0, 1, 2, 3)]
+    cases += [{"name": f"tied{stage}", "stage": stage, "model_type": "llama_tied"} for stage in (2, 3)]
     cases += [{"name": f"resumed{stage}", "stage": stage, "rows": 2, "stop_at": 2} for stage in (0, 2, 3)]
-    for state in spawn(3, tmp_path, cases).values():
-        assert_same(state, reference)
+    states = spawn(3, tmp_path, cases)
+    for case in cases:
+        model_type = case.get("model_type", "llama")
+        assert_same(states[case["name"]], references[model_type], model_type)

@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prompt_files import write_jsonl, write_parquet
 
+from pipelines.inference_actor import OutputTask
 from pipelines.prompt_ids import IdIndex
-from pipelines.prompt_preflight import check_prompt_set
+from pipelines.prompt_preflight import RESULT_COLUMNS, check_prompt_set
 from pipelines.prompt_rows import PromptFile
 from pipelines.work_units import PromptSet, list_prompt_files
-from workers.config import PromptSettings
+from workers.config import PromptSettings, RowDecodingSettings
 from workers.errors import InputError
 
 
@@ -100,7 +101,7 @@ def test_ids_are_made_from_file_and_row_when_there_are_none(tmp_path: Path) -> N
     prompt_set = check(tmp_path, rows_per_unit=2)
     assert prompt_set.id_type == pa.string() and not prompt_set.has_ids
     same_name = [f"{tmp_path}/x/a.parquet:0", f"{tmp_path}/x/a.parquet:1", f"{tmp_path}/y/a.parquet:0"]
-    assert ids_of(prompt_set) == [*same_name, "b.jsonl:0", "b.jsonl:1", "b.jsonl:2"]
+    assert ids_of(prompt_set) == [*same_name, "b.jsonl:0", "b.jsonl:1", "b.jsonl:3"]
 
 
 def test_malformed_lines_stay_rows_with_their_location(tmp_path: Path) -> None:
@@ -111,11 +112,12 @@ def test_malformed_lines_stay_rows_with_their_location(tmp_path: Path) -> None:
         b"[1]",
         b"\xff\xfe\xfd",
         b'{"id": 3, "prompt": "\\ud800"}',
+        b'{"id": 3, "prompt": "\xed\xa0\x80"}',
     ]
     path = write_jsonl(tmp_path / "a.jsonl", [*lines, {"id": 4, "prompt": None}])
     rows = [row for unit in check(path).read() for row in unit.rows]
-    assert [row.id for row in rows] == [1, None, None, None, None, 4]
-    assert [bool(row.problem) for row in rows] == [False, True, True, True, True, False]
+    assert [row.id for row in rows] == [1, None, None, None, None, None, 4]
+    assert [bool(row.problem) for row in rows] == [False, True, True, True, True, True, False]
     assert rows[1].location == f"{path} line 2" and rows[2].location == f"{path} line 4"
 
 
@@ -153,6 +155,12 @@ def test_mixed_ids_inside_one_json_shard_are_refused(tmp_path: Path) -> None:
         check(path)
     path = write_jsonl(tmp_path / "b.jsonl", [{"id": 1, "prompt": "p"}, {"prompt": "p"}])
     with pytest.raises(InputError, match=f"null id: {path} line 2"):
+        check(path)
+
+
+def test_duplicate_ids_after_blank_lines_are_found_again(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [b"", {"id": 1, "prompt": "p"}, b" ", {"id": 1, "prompt": "q"}])
+    with pytest.raises(InputError, match=f"1 at {path} line 2 and {path} line 4"):
         check(path)
 
 
@@ -207,9 +215,12 @@ def test_paths_without_prompts_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.csv").touch()
     with pytest.raises(InputError, match="a file of type"):
         check(tmp_path / "a.csv")
-    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "blank.jsonl").write_text("\n \n")
     with pytest.raises(InputError, match="no rows in 1 files"):
-        check(tmp_path / "empty.jsonl")
+        check(tmp_path / "blank.jsonl")
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(InputError, match=r"empty\.jsonl: found an empty file"):
+        check(tmp_path)
 
 
 def test_an_output_that_touches_the_input_is_refused(folder: Path) -> None:
@@ -218,6 +229,60 @@ def test_an_output_that_touches_the_input_is_refused(folder: Path) -> None:
             check(folder, output=str(output))
     check(folder, output=f"{folder}-out")
     check(folder / "a.parquet", output=str(folder / "out"))
+
+
+def test_an_output_that_leads_to_the_input_is_refused(folder: Path, tmp_path: Path) -> None:
+    """Paths were once compared as they were spelled, and an overwriting job deleted its input through a link."""
+    (tmp_path / "link").symlink_to(folder)
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "a.parquet").symlink_to(folder / "a.parquet")
+    for paths, output in (
+        ([tmp_path / "link"], folder / "out"),
+        ([folder], tmp_path / "link"),
+        ([folder], tmp_path / "link" / "out"),
+        ([folder], tmp_path / "new" / ".." / "in" / "out"),
+        ([tmp_path / "links"], folder),
+        ([tmp_path / "links" / "a.parquet"], tmp_path / "links"),
+    ):
+        with pytest.raises(InputError, match="^output: "):
+            check(*paths, output=str(output))
+    check(tmp_path / "links", output=str(folder / "out"))
+
+
+def test_an_output_that_a_glob_of_the_input_would_find_is_refused(folder: Path) -> None:
+    """The job would have found its own answers among the prompts when it was started again."""
+    with pytest.raises(InputError, match="would take for prompts"):
+        check(folder / "**" / "*.parquet", output=str(folder / "out"))
+    check(folder / "*.parquet", output=str(folder / "out"))
+
+
+def test_globs_leave_out_side_files_unless_they_spell_them(tmp_path: Path) -> None:
+    """`**/*.parquet` over the output of a generate job once took its `_errors` for prompts."""
+    for name in ("part-0", "_errors/part-0", "deep/_errors/more/part-0", "deep/part-1", "_part-2", ".hidden/part-3"):
+        write_parquet(tmp_path / f"{name}.parquet", {"prompt": ["p"]})
+
+    def found(pattern: str) -> list[str]:
+        return [str(Path(file.path).relative_to(tmp_path)) for file in list_prompt_files((str(tmp_path / pattern),))]
+
+    assert found("**/*.parquet") == found("") == ["deep/part-1.parquet", "part-0.parquet"]
+    assert found("*.parquet") == ["part-0.parquet"]
+    assert found("_errors/*.parquet") == found("_err*/*.parquet") == ["_errors/part-0.parquet"]
+    assert found("_part*") == found("_part-2.parquet") == ["_part-2.parquet"]
+    assert found("*/_errors/**/*.parquet") == ["deep/_errors/more/part-0.parquet"]
+
+
+def test_json_documents_are_refused_with_what_to_do(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.json", [{"prompt": "p"}])
+    for path in (tmp_path / "a.json", tmp_path, tmp_path / "*.json"):
+        with pytest.raises(InputError, match=r"a\.json, a JSON document; .* rename it to \.jsonl"):
+            check(path)
+    write_jsonl(tmp_path / "b.ndjson.gz", [{"prompt": "p"}], compression="gzip")
+    assert [Path(file.path).name for file in check(tmp_path).files] == ["b.ndjson.gz"]
+
+
+def test_names_of_result_columns_are_those_of_the_results() -> None:
+    task = OutputTask("/out", PromptSettings(), RowDecodingSettings(), pa.string(), pa.schema([]))
+    assert tuple(task.result_schema().names) == RESULT_COLUMNS
 
 
 def test_passed_through_columns_keep_values_and_have_one_type(tmp_path: Path) -> None:
@@ -276,4 +341,5 @@ def test_memory_does_not_grow_with_the_set(tmp_path: Path) -> None:
 
 
 def test_a_file_knows_its_format() -> None:
-    assert PromptFile("s3://b/X.PARQUET", 1, "x").is_parquet and not PromptFile("a.jsonl.gz", 1, "a").is_parquet
+    assert PromptFile("s3://b/X.PARQUET", 1, "v", "x").is_parquet
+    assert not PromptFile("a.jsonl.gz", 1, "v", "a").is_parquet

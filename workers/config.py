@@ -10,6 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 PromptFormat = Literal["chat", "raw"]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Threshold = Annotated[float, Field(ge=0.0)]
+Window = Annotated[int, Field(ge=1, le=64)]
 
 
 class Settings(BaseModel):
@@ -118,6 +120,14 @@ class RunSettings(Settings):
     overwrite: bool = Field(False, description="delete an earlier run in `output` first")
 
 
+def _require_positions(model: ModelSettings, data: DataSettings) -> None:
+    if model.path is None and data.max_length > model.from_scratch.max_positions:
+        raise ValueError(
+            f"data.max_length={data.max_length} is more than model.from_scratch.max_positions="
+            f"{model.from_scratch.max_positions}; raise the one or lower the other"
+        )
+
+
 class TrainSftRecipe(Settings):
     """AR SFT: ordinary next-token training on the assistant turns."""
 
@@ -126,6 +136,11 @@ class TrainSftRecipe(Settings):
     training: OptimizationSettings = OptimizationSettings()
     distributed: DistributedSettings = DistributedSettings()
     run: RunSettings = RunSettings()
+
+    @model_validator(mode="after")
+    def _is_possible(self) -> Self:
+        _require_positions(self.model, self.data)
+        return self
 
 
 class TrainMarsRecipe(Settings):
@@ -140,19 +155,17 @@ class TrainMarsRecipe(Settings):
     run: RunSettings = RunSettings()
 
     @model_validator(mode="after")
-    def _scratch_needs_sft(self) -> Self:
+    def _is_possible(self) -> Self:
+        _require_positions(self.model, self.data)
         if self.model.path is None and self.sft is None:
             raise ValueError("sft: null, but a model from scratch (model.path: null) needs the AR SFT stage")
         return self
 
 
-class RowDecodingSettings(Settings):
-    """How one row is decoded; each field may also stand in the row itself."""
+class AnswerSettings(Settings):
+    """How tokens of an answer are chosen and where it ends, whatever the number of tokens per forward."""
 
-    mode: Literal["one_token", "tau"] = Field("tau", description="one token per forward, or several by threshold")
-    threshold: float = Field(0.95, ge=0, description="tau: a drafted token is kept while its score reaches this")
     score: Literal["probability", "margin", "entropy"] = Field("probability", description="what tau is compared with")
-    window: int | None = Field(None, ge=1, le=64, description="W, tokens per forward; null means the block size")
     max_new_tokens: int = Field(256, ge=1, description="token budget of the answer")
     temperature: float = Field(0.0, ge=0, description="0 is greedy")
     top_k: int = Field(0, ge=0, description="sample among the k likeliest tokens; 0 means all")
@@ -161,12 +174,39 @@ class RowDecodingSettings(Settings):
     stop: tuple[str, ...] = Field((), description="strings that end the answer; they are not part of it")
 
 
-class DecodingSettings(RowDecodingSettings):
-    """The decoding engine and the defaults of its rows."""
+class EngineSettings(Settings):
+    """The decoding engine of an actor."""
 
     cache: Literal["ragged", "none"] = Field("ragged", description="`none` recomputes everything: slow, the oracle")
     num_slots: int = Field(16, ge=1, description="rows decoded at the same time by one actor")
     max_length: int | None = Field(None, ge=2, description="prompt and answer tokens of a slot; null means the model's")
+
+
+class RowDecodingSettings(AnswerSettings):
+    """How one row is decoded; each field may also stand in the row itself."""
+
+    mode: Literal["one_token", "tau"] = Field("tau", description="one token per forward, or several by threshold")
+    threshold: Threshold | None = Field(
+        default_factory=lambda fields: 0.95 if fields.get("mode") == "tau" else None,
+        description="tau: a drafted token is kept while its score reaches this; 0.95 in tau mode, none in the others",
+    )
+    window: Window | None = Field(None, description="W, tokens per forward; null means the block size")
+
+    @model_validator(mode="after")
+    def _threshold_belongs_to_tau(self) -> Self:
+        if self.mode != "tau" and self.threshold is not None:
+            raise ValueError(f"no threshold with mode {self.mode}; it belongs to mode tau")
+        if self.mode == "tau" and self.threshold is None:
+            raise ValueError("a threshold with mode tau; leave it out for the default")
+        return self
+
+
+class DecodingSettings(RowDecodingSettings, EngineSettings):
+    """The decoding engine and the defaults of its rows."""
+
+
+class EvaluationDecodingSettings(AnswerSettings, EngineSettings):
+    """What all settings of an evaluation share; mode, threshold and window are its grid."""
 
 
 class ActorSettings(Settings):
@@ -207,8 +247,10 @@ class EvaluateRecipe(Settings):
     model: str | None = Field(None, description="model folder; null means the newest quickstart checkpoint")
     prompts: PromptSettings = PromptSettings()
     output: str = Field("runs/evaluate", description="folder for the report and the answers of each setting")
-    thresholds: tuple[float, ...] = Field((0.95, 0.9, 0.7, 0.5), description="tau values beside one-token decoding")
-    windows: tuple[int, ...] = Field((), description="windows W of each tau; empty means the block size")
-    decoding: DecodingSettings = DecodingSettings()
+    thresholds: tuple[Threshold, ...] = Field((0.95, 0.9, 0.7, 0.5), description="tau values beside one-token decoding")
+    windows: tuple[Window, ...] = Field((), description="windows W of each tau; empty means the block size")
+    decoding: EvaluationDecodingSettings = Field(
+        EvaluationDecodingSettings(), description="of all settings; mode, threshold and window come from the grid"
+    )
     actors: ActorSettings = ActorSettings()
     overwrite: bool = Field(False, description="delete an earlier output first")

@@ -24,7 +24,12 @@ class ThresholdBatch:
 def batch_thresholds(settings: Sequence[RowDecodingSettings], device: torch.device) -> ThresholdBatch:
     """Puts the tau settings of the rows into tensors."""
     return ThresholdBatch(
-        threshold_B=torch.tensor([row.threshold for row in settings], dtype=torch.float32, device=device),
+        threshold_B=torch.tensor(
+            # A one-token row has one pick and so no drafts; the number only fills its place.
+            [1.0 if row.threshold is None else row.threshold for row in settings],
+            dtype=torch.float32,
+            device=device,
+        ),
         is_margin_B=torch.tensor([row.score == "margin" for row in settings], device=device),
         is_entropy_B=torch.tensor([row.score == "entropy" for row in settings], device=device),
         scores=frozenset(row.score for row in settings),

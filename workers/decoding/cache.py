@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
-from workers.decoding.visibility import AttentionMask
 from workers.errors import InputError
+from workers.models.attention_masks import AttentionMask
 
 _GIB = 1 << 30
 

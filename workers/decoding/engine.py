@@ -227,19 +227,24 @@ class DecodingEngine:
             num_before = len(row.token_ids)
             row.token_ids += tokens
             row.num_forwards += 1
+            row.num_query_tokens += len(query.token_ids)
             if self._cache is not None:
                 row.num_cached += query.num_real
-            result = self._finish(row, len(tokens))
+            ending = self._end(row, len(tokens))
             num_kept.append(len(row.token_ids) - num_before)
-            if result is not None:
-                finished.append((row.ticket, result))
+            row.kept_per_forward[num_kept[-1]] += 1
+            if ending is not None:
+                finished.append((row.ticket, _result(row, *ending)))
                 self._scheduler.release(row)
         self.statistics.count_forward(num_kept, sum(len(query.token_ids) for query in queries), num_cells)
         self.statistics.num_rows += len(finished)
         return finished
 
-    def _finish(self, row: Row, num_new: int) -> Result | None:
-        """The result of a row that has reached an end token, a stop string or its budget; None while it goes on."""
+    def _end(self, row: Row, num_new: int) -> tuple[str, FinishReason] | None:
+        """Text and finish reason of a row that has reached an end token, a stop string or its budget; None while it goes on.
+
+        Tokens behind the one that completes a stop string are taken off the row.
+        """
         has_end = row.token_ids[-1] in self._end_ids
         stop = row.request.decoding.stop
         if not (has_end or row.num_left == 0 or stop):
@@ -251,9 +256,9 @@ class DecodingEngine:
             match = find_stop(self._tokenizer, text_ids, num_new - has_end, stop)
             if match is not None:
                 del row.token_ids[row.num_prompt + match.num_tokens :]
-                return _result(row, match.text, "stop")
+                return match.text, "stop"
         if has_end or row.num_left == 0:
-            return _result(row, decode(self._tokenizer, text_ids), "stop" if has_end else "length")
+            return decode(self._tokenizer, text_ids), "stop" if has_end else "length"
         return None
 
     def _group_settings(self, rows: list[Row]) -> _GroupSettings:
@@ -287,4 +292,6 @@ def _result(row: Row, text: str, finish_reason: FinishReason) -> Result:
         finish_reason=finish_reason,
         num_prompt_tokens=row.num_prompt,
         num_forwards=row.num_forwards,
+        num_query_tokens=row.num_query_tokens,
+        kept_per_forward=row.kept_per_forward,
     )

@@ -1,6 +1,7 @@
 """What goes into the decoding engine and what comes out of it. Torch-free."""
 
 import hashlib
+from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
@@ -32,8 +33,9 @@ class Result:
     """The answer to one request, or its error.
 
     `token_ids` holds every kept token, the end token included. `text` is without end token, without stop string and without what
-    stands behind it. `num_forwards` counts the model forwards that included the row. With an `error` there is no answer and no
-    `finish_reason`.
+    stands behind it. `num_forwards` counts the model forwards that included the row, `num_query_tokens` the row's tokens and
+    placeholders in them, `kept_per_forward` how often the row kept 1, 2, ... tokens of one. With an `error` there is no answer and
+    no `finish_reason`.
     """
 
     id: str | int
@@ -42,12 +44,14 @@ class Result:
     finish_reason: FinishReason | None
     num_prompt_tokens: int
     num_forwards: int
+    num_query_tokens: int
+    kept_per_forward: Counter[int]
     error: RowError | None = None
 
 
 def failed_result(request: Request, error: RowError) -> Result:
     """The result of a request that cannot be done."""
-    return Result(request.id, (), "", None, len(request.prompt_ids), 0, error)
+    return Result(request.id, (), "", None, len(request.prompt_ids), 0, 0, Counter(), error)
 
 
 def find_error(request: Request, *, vocab_size: int, mask_token_id: int, max_length: int) -> RowError | None:
@@ -83,10 +87,11 @@ def row_seed(request: Request, run_seed: int) -> int:
 def allowed_window(decoding: RowDecodingSettings, block_size: int) -> int:
     """W of a row: 1 in one-token mode, and where no score could reach the threshold; otherwise as set.
 
-     The softmax of a float32 model can be exactly 1.0, so a threshold of 1.0 is a rule of its own and not a comparison
-    .
+    A threshold of 1.0 is a rule of its own and not a comparison, since the softmax of a float32 model can be exactly 1.0.
     """
+    if decoding.threshold is None:
+        return 1
     accepts_drafts = decoding.threshold > 0 if decoding.score == "entropy" else decoding.threshold < 1
-    if decoding.mode == "one_token" or not accepts_drafts:
+    if not accepts_drafts:
         return 1
     return block_size if decoding.window is None else decoding.window

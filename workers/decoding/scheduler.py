@@ -4,7 +4,7 @@ Whenever all running rows take a step they hold the slots 0..n-1, so that the ca
 to the next waiting row; when none waits, the row in the last slot moves into the hole, once.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -20,7 +20,7 @@ class Row:
     """One request while it waits and runs.
 
     `token_ids` is prompt and answer so far. The keys and values of its first `num_cached` tokens are in the cache, in the slot's
-    places 0..num_cached-1; the others are pending.
+    places 0..num_cached-1; the others are pending. The counts are those of the row's result.
     """
 
     request: Request
@@ -31,6 +31,8 @@ class Row:
     token_ids: list[int] = field(default_factory=list)
     num_cached: int = 0
     num_forwards: int = 0
+    num_query_tokens: int = 0
+    kept_per_forward: Counter[int] = field(default_factory=Counter)
     slot: int = -1
 
     @property

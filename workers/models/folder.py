@@ -3,13 +3,16 @@
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from workers.config import PromptFormat
 from workers.errors import InputError
 
 MULTI_TOKEN_FILE = "marsray.json"
+_EXPORT_AGAIN = "Export the checkpoint again."
+_MAX_BLOCK_SIZE = 64  # the largest window of a row
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tekken.json")
 # Models whose state is not a list of keys and values: positions cannot be masked, repeated or taken back.
 RECURRENT_TYPES = frozenset(
@@ -68,7 +71,7 @@ class MultiTokenSettings:
 
     mask_token_id: int
     block_size: int
-    prompt_format: str
+    prompt_format: PromptFormat
     objective: str
 
 
@@ -109,11 +112,15 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def read_multi_token_settings(folder: str) -> MultiTokenSettings | None:
+def read_multi_token_settings(folder: str, vocab_size: int | None = None) -> MultiTokenSettings | None:
     """The settings in `marsray.json`; None when the folder has none, as an ordinary model.
 
+    Args:
+        folder: the model folder.
+        vocab_size: embedding rows of the model, where they are known: the mask id must be one of them.
+
     Raises:
-        InputError: the file is not what `write_multi_token_settings` writes.
+        InputError: the file is not what `write_multi_token_settings` writes; names the field.
     """
     path = Path(folder) / MULTI_TOKEN_FILE
     if not path.is_file():
@@ -122,8 +129,20 @@ def read_multi_token_settings(folder: str) -> MultiTokenSettings | None:
     types = {"mask_token_id": int, "block_size": int, "prompt_format": str, "objective": str}
     if {name: type(value) for name, value in values.items()} != types:
         expected = ", ".join(f"{name} ({kind.__name__})" for name, kind in types.items())
-        raise InputError(str(path), f"the keys {', '.join(sorted(values))}", expected, "Export the checkpoint again.")
-    return MultiTokenSettings(**values)
+        raise InputError(str(path), f"the keys {', '.join(sorted(values))}", expected, _EXPORT_AGAIN)
+    settings = MultiTokenSettings(**values)
+    formats = get_args(PromptFormat)
+    largest_id = None if vocab_size is None else vocab_size - 1
+    is_token = settings.mask_token_id >= 0 and (largest_id is None or settings.mask_token_id <= largest_id)
+    ids = "a token id of at least 0" if largest_id is None else f"a token id of the model, 0..{largest_id}"
+    for field, is_right, expected in (
+        ("mask_token_id", is_token, ids),
+        ("block_size", 1 <= settings.block_size <= _MAX_BLOCK_SIZE, f"1..{_MAX_BLOCK_SIZE}"),
+        ("prompt_format", settings.prompt_format in formats, " or ".join(formats)),
+    ):
+        if not is_right:
+            raise InputError(f"{path}, {field}", repr(values[field]), expected, _EXPORT_AGAIN)
+    return settings
 
 
 def write_multi_token_settings(settings: MultiTokenSettings, folder: Path) -> None:
@@ -133,7 +152,7 @@ def write_multi_token_settings(settings: MultiTokenSettings, folder: Path) -> No
 
 def _require_folder(folder: str) -> None:
     if not Path(folder).is_dir():
-        raise InputError("model.path", f"{folder!r}, which is no folder", "a local Hugging Face model folder")
+        raise InputError(f"model {folder}", "no folder there", "a local folder with a Hugging Face model")
 
 
 def _read_config(folder: str) -> dict[str, Any]:

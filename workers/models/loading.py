@@ -42,10 +42,8 @@ class ModelParts(NamedTuple):
     transform: Callable[[Tensor], Tensor]
 
 
-def load_causal_lm(folder: str, *, dtype: torch.dtype, attention: str = "sdpa") -> PreTrainedModel:
-    """The model of a folder in evaluation mode, on the CPU unless a default device is set.
-
-    Models that cannot run `sdpa` (Gemma 2 caps its attention scores) get `eager` instead.
+def check_loadable(folder: str) -> type[PreTrainedModel]:
+    """The class of a folder's model, from its config and the names of its files: no weights are read.
 
     Raises:
         InputError: no such folder, no config, no weights, or a model type that is no attention-only causal model.
@@ -56,13 +54,23 @@ def load_causal_lm(folder: str, *, dtype: torch.dtype, attention: str = "sdpa") 
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise InputError(folder, f"model type {facts.model_type}", "a causal language model")
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    model_class: type[PreTrainedModel] = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if getattr(model_class, "_is_stateful", False):
         raise InputError(folder, f"model type {facts.model_type}, which has recurrent state", "an attention-only model")
-    if attention == "sdpa" and not model_class._supports_sdpa:
-        attention = "eager"
+    return model_class
+
+
+def load_causal_lm(folder: str, *, dtype: torch.dtype) -> PreTrainedModel:
+    """The model of a folder in evaluation mode, on the CPU unless a default device is set.
+
+    Models that cannot run `sdpa` (Gemma 2 caps its attention scores) get `eager` instead.
+
+    Raises:
+        InputError: what `check_loadable` finds.
+    """
+    attention = "sdpa" if check_loadable(folder)._supports_sdpa else "eager"
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        folder, config=config, dtype=dtype, attn_implementation=attention, local_files_only=True
+        folder, dtype=dtype, attn_implementation=attention, local_files_only=True
     )
     return model.eval()
 

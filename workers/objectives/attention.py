@@ -3,16 +3,11 @@
 Shapes: B rows, L positions of a row (queries and keys alike).
 """
 
-import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from workers.errors import InputError
+from workers.models.attention_masks import AttentionMask, attention_windows, pack_masks, takes_additive_masks
 from workers.objectives.streams import Places
-
-FULL = "full_attention"
-SLIDING = "sliding_attention"
-AttentionMask = Tensor | dict[str, Tensor]
 
 
 def is_visible(query: Places, key: Places, sliding_window: int | None = None) -> Tensor:
@@ -40,44 +35,13 @@ def dense_visibility(places: Places, sliding_window: int | None = None) -> Tenso
 def build_attention_mask(model: PreTrainedModel, places: Places) -> AttentionMask:
     """The mask in the form that `model` takes: one (B, 1, L, L) tensor, or one for each layer type when they differ.
 
-    `sdpa` takes booleans; `eager` adds the mask to the scores, so it gets 0 and the lowest number of the dtype.
-
     Raises:
         InputError: the model has layers that are neither full nor sliding-window attention, or another attention
             implementation.
     """
     windows = attention_windows(model.config)
-    implementation = model.config._attn_implementation
-    if implementation not in ("sdpa", "eager"):
-        raise InputError("attention", implementation, "sdpa or eager", "Other kernels take no mask of their own.")
-    masks: dict[str, Tensor] = {}
-    for layer_type, window in windows.items():
-        mask_BxLL = dense_visibility(places, window)
-        if implementation == "eager":
-            mask_BxLL = torch.zeros(mask_BxLL.shape, dtype=model.dtype, device=mask_BxLL.device).masked_fill_(
-                ~mask_BxLL, torch.finfo(model.dtype).min
-            )
-        masks[layer_type] = mask_BxLL
-    return masks if len(masks) > 1 else next(iter(masks.values()))
-
-
-def attention_windows(config: PreTrainedConfig) -> dict[str, int | None]:
-    """The sliding window of each layer type of a model; None for full attention.
-
-    Models without a list of layer types use the window, if they have one, in every layer (Mistral).
-
-    Raises:
-        InputError: a layer type that a mask by position cannot express (chunked, linear, recurrent).
-    """
-    config = config.get_text_config()
-    window: int | None = getattr(config, "sliding_window", None)
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types is None:
-        return {FULL: None} if window is None else {SLIDING: window}
-    unknown = sorted(set(layer_types) - {FULL, SLIDING})
-    if unknown:
-        raise InputError(
-            f"model type {config.model_type}", f"layers of type {', '.join(unknown)}", f"{FULL} or {SLIDING} layers"
-        )
-    assert window is not None or SLIDING not in layer_types
-    return {layer_type: window if layer_type == SLIDING else None for layer_type in sorted(set(layer_types))}
+    return pack_masks(
+        {layer_type: dense_visibility(places, window) for layer_type, window in windows.items()},
+        is_additive=takes_additive_masks(model.config),
+        dtype=model.dtype,
+    )

@@ -1,5 +1,7 @@
 """The DeepSpeed engine: the only module of this room that imports deepspeed, and only when an engine is built."""
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +34,8 @@ def deepspeed_config(
             "stage": distributed.zero_stage,
             "overlap_comm": False,
             "reduce_bucket_size": min(500_000_000, num_parameters),
+            # Parameters below this stay whole on every rank: DeepSpeed's default would leave a small model unpartitioned.
+            "stage3_param_persistence_threshold": min(100_000, num_parameters // 100),
         },
     }
 
@@ -97,16 +101,27 @@ def full_state_dict(engine: Any, model: nn.Module, zero_stage: int) -> dict[str,
     """
     is_first = dist.get_rank() == 0
     state: dict[str, torch.Tensor] = {}
-    if zero_stage == 3:
-        import deepspeed
-
-        for name, parameter in model.named_parameters():
-            with deepspeed.zero.GatheredParameters(parameter, modifier_rank=None):
-                if is_first:
-                    state[name] = parameter.detach().cpu().clone()
-        state.update({name: buffer.detach().cpu() for name, buffer in model.named_buffers()} if is_first else {})
-        persistent = set(model.state_dict().keys())
-        return {name: tensor for name, tensor in state.items() if name in persistent} if is_first else None
-    if is_first:
-        state = {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
+    for name, tensor in _named_tensors(model):
+        with _gathered(tensor, zero_stage):
+            expected = getattr(tensor, "ds_shape", tensor.shape)
+            assert tensor.shape == expected, f"{name}: gathered {tuple(tensor.shape)} of {tuple(expected)}"
+            if is_first:
+                state[name] = tensor.detach().cpu().clone()
     return state if is_first else None
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, shared ones under each of their names, and the buffers that belong to the state."""
+    persistent = model.state_dict().keys()
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
+
+
+def _gathered(tensor: torch.Tensor, zero_stage: int) -> AbstractContextManager[Any]:
+    """Under ZeRO-3, the whole of a parameter on every rank."""
+    if zero_stage < 3 or not isinstance(tensor, nn.Parameter):
+        return nullcontext()
+    import deepspeed
+
+    context: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(tensor, modifier_rank=None)
+    return context

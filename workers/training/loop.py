@@ -40,7 +40,7 @@ class Metrics:
         return asdict(self)
 
 
-class _Window:
+class _Interval:
     """Sums of this rank between two reports; one all-reduce turns them into `Metrics`."""
 
     def __init__(self, device: torch.device) -> None:
@@ -93,11 +93,11 @@ def train(
     """
     module: LossModule = engine.module
     world_size = dist.get_world_size()
-    window = _Window(engine.device)
+    interval = _Interval(engine.device)
     for step in range(first_step, num_steps):
         asked = time.perf_counter()
         samples = next(steps)
-        window.counts[3] += time.perf_counter() - asked
+        interval.counts[3] += time.perf_counter() - asked
         batches = objective.pack(samples, row_tokens=settings.row_tokens, micro_batch_rows=settings.micro_batch_rows)
         shape = agree_on_step(
             len(batches),
@@ -110,18 +110,18 @@ def train(
             sums = engine(batch.to(engine.device), shape.num_chunks)
             # DeepSpeed averages over ranks: the world size turns that mean into the sum that the count divides.
             engine.backward(sums.loss * (world_size / max(1, shape.num_response_tokens)), scale_wrt_gas=False)
-            window.sums += torch.stack([sums.ar_sum, sums.mask_sum]).detach()
-            window.counts[:3] += _counts(batch)
-        window.learning_rate = engine.get_lr()[0]
+            interval.sums += torch.stack([sums.ar_sum, sums.mask_sum]).detach()
+            interval.counts[:3] += _counts(batch)
+        interval.learning_rate = engine.get_lr()[0]
         engine.step()
         done, is_last = step + 1, step + 1 == num_steps
         is_checkpoint = done % checkpoint_every == 0 or is_last
         if done % log_every == 0 or is_checkpoint:
-            metrics = window.metrics(done, engine, objective)
+            metrics = interval.metrics(done, engine, objective)
             on_metrics(metrics)
             if is_checkpoint:
                 on_checkpoint(done, metrics)
-            window = _Window(engine.device)
+            interval = _Interval(engine.device)
 
 
 def _counts(batch: PackedBatch) -> torch.Tensor:

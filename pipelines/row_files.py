@@ -1,0 +1,223 @@
+"""Files of rows, which SFT shards and prompt sets both are: which there are, and their rows as a stream and in order.
+
+A file of rows is Parquet, or JSONL that is plain or compressed. The rules, the same for everybody who reads one:
+
+- In folders and behind globs, files and folders whose names begin with `_` or `.` are side files (`_errors/`, `_SUCCESS`) and
+  are left out, unless the path itself spells such a name.
+- Rows are numbered from 0. In JSONL a row's number is that of its line: a line of blanks is no row, but it counts. Locations
+  name the row, from 0, of a Parquet file and the line, from 1, of a JSONL file, so any editor finds it.
+- A line that is no JSON object, or is longer than `MAX_LINE_BYTES`, is a malformed row; the lines after it are read.
+- A file of 0 bytes, and one that breaks off, are refused by name.
+"""
+
+import codecs
+import fnmatch
+import json
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipelines import storage
+from workers.errors import InputError
+
+_PACKINGS = ("", *storage.COMPRESSIONS)
+SUFFIXES = (".parquet", *(f"{kind}{packing}" for kind in (".jsonl", ".ndjson") for packing in _PACKINGS))
+_DOCUMENT_SUFFIXES = tuple(f".json{packing}" for packing in _PACKINGS)
+# Rows that are in memory at once, bytes of a Parquet column read at a time, and the longest line that is taken for a row.
+BATCH_ROWS = 256
+COLUMN_BUFFER_BYTES = 1 << 20
+MAX_LINE_BYTES = 64 << 20
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RowFile:
+    """One input file. `version` changes when its content does."""
+
+    path: str
+    size: int
+    version: str
+
+    @property
+    def is_parquet(self) -> bool:
+        """Parquet, or else JSONL."""
+        return self.path.lower().endswith(".parquet")
+
+    def position(self, row: int) -> str:
+        """Where in the file a row is."""
+        return f"row {row}" if self.is_parquet else f"line {row + 1}"
+
+    def location(self, row: int) -> str:
+        """Where a row is."""
+        return f"{self.path} {self.position(row)}"
+
+
+@dataclass(frozen=True)
+class MalformedLine:
+    """Stands for a line of JSONL that is not a row."""
+
+    detail: str
+
+
+def list_row_files(paths: Sequence[str], where: str, what: str = "shard") -> tuple[RowFile, ...]:
+    """The files of rows behind files, folders (at any depth) and globs: sorted by path, each once.
+
+    Args:
+        where: the setting that names the paths, for messages.
+        what: what such a file is called there.
+
+    Raises:
+        InputError: nothing named, nothing behind a path, a named file of another kind, an empty file.
+    """
+    if not paths:
+        raise InputError(where, "no path", "at least one file, folder or glob")
+    found = {info.path: info for path in paths for info in _expand(path, where, what)}
+    files = tuple(RowFile(path, found[path].size, found[path].version) for path in sorted(found))
+    for file in files:
+        if not file.size:
+            raise InputError(
+                file.path, "an empty file (0 bytes)", f"a {what} with rows", "Remove it or write it again."
+            )
+    return files
+
+
+def parquet_schema(file: RowFile) -> tuple[pa.Schema, int]:
+    """Schema and number of rows, from the file's footer.
+
+    Raises:
+        InputError: not a Parquet file.
+    """
+    with storage.open_read(file.path) as stream:
+        parquet = _open_parquet(file, stream)
+        return parquet.schema_arrow, parquet.metadata.num_rows
+
+
+def parquet_batches(file: RowFile, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+    """The rows of a Parquet file with those of `columns` that it has. Memory is bounded by a few pages of each column.
+
+    Raises:
+        InputError: the file is damaged; names the row up to which it could be read.
+    """
+    num_read = 0
+    with storage.open_read(file.path) as stream:
+        parquet = _open_parquet(file, stream)
+        present = [name for name in dict.fromkeys(columns) if name in parquet.schema_arrow.names]
+        try:
+            for batch in parquet.iter_batches(BATCH_ROWS, columns=present, use_threads=False):
+                yield batch
+                num_read += batch.num_rows
+        except (pa.ArrowException, OSError) as error:
+            raise _damaged(file, file.position(num_read), error) from error
+
+
+def json_lines(file: RowFile) -> Iterator[tuple[int, dict[str, Any] | MalformedLine]]:
+    """The rows of a JSONL file with their numbers. Memory is bounded by one line.
+
+    Raises:
+        InputError: the file is damaged; names the line up to which it could be read.
+    """
+    number = 0
+    with storage.open_input(file.path) as stream:
+        try:
+            while line := stream.readline(MAX_LINE_BYTES):
+                if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n") and _skip_line(stream):
+                    yield number, MalformedLine(f"a line of more than {MAX_LINE_BYTES} bytes")
+                elif line.removeprefix(codecs.BOM_UTF8).strip():
+                    yield number, _parse_line(line)
+                number += 1
+        except (pa.ArrowException, OSError, EOFError) as error:
+            raise _damaged(file, file.position(number), error) from error
+
+
+def is_unicode(value: Any) -> bool:
+    """Whether all texts in a JSON value are text: JSON can spell half of a surrogate pair, which is no character."""
+    pending = [value]
+    while pending:
+        each = pending.pop()
+        if isinstance(each, str):
+            try:
+                each.encode()
+            except UnicodeEncodeError:
+                return False
+        elif isinstance(each, dict):
+            pending += [*each, *each.values()]
+        elif isinstance(each, list):
+            pending += each
+    return True
+
+
+def _expand(path: str, where: str, what: str) -> list[storage.FileInfo]:
+    if not storage.is_s3(path):
+        path = os.path.abspath(path)
+    single = storage.find_file(path)
+    if single is not None:
+        if not path.lower().endswith(SUFFIXES):
+            raise _wrong_kind(where, path)
+        return [single]
+    is_glob = any(mark in path for mark in "*?[") and not os.path.isdir(path)
+    found = storage.list_glob(path) if is_glob else storage.list_folder(path)
+    visible = [info for info in found if not _is_side_file(info.path, path)]
+    chosen = [info for info in visible if info.path.lower().endswith(SUFFIXES)]
+    if not chosen:
+        document = next((info for info in visible if info.path.lower().endswith(_DOCUMENT_SUFFIXES)), None)
+        if document is not None:
+            raise _wrong_kind(where, document.path)
+        missing = ", which does not exist" if not found and not is_glob and not storage.exists(path) else ""
+        expected = f"files whose name ends in {', '.join(SUFFIXES)}"
+        raise InputError(where, f"no {what} behind {path!r}{missing}", expected, "Check the spelling.")
+    if len(chosen) < len(found):
+        _logger.info("%s: %d of %d files behind %s are taken", where, len(chosen), len(found), path)
+    return chosen
+
+
+def _is_side_file(path: str, asked: str) -> bool:
+    """Whether a part of the path begins with `_` or `.`, and the folder or glob that was asked for does not spell it."""
+    spelled = [part for part in asked.split("/") if part.startswith(("_", "."))]
+    return any(
+        part.startswith(("_", ".")) and part not in spelled and not any(fnmatch.fnmatchcase(part, s) for s in spelled)
+        for part in path.split("/")
+    )
+
+
+def _wrong_kind(where: str, path: str) -> InputError:
+    expected = f"a file of type Parquet or JSONL: its name ends in {', '.join(SUFFIXES)}"
+    if not path.lower().endswith(_DOCUMENT_SUFFIXES):
+        return InputError(where, f"the file {path}", expected, "Rename or convert it.")
+    advice = "If it has one object a line, rename it to .jsonl; if it is an array: jq -c '.[]' FILE.json > FILE.jsonl"
+    return InputError(where, f"{path}, a JSON document", expected, advice)
+
+
+def _open_parquet(file: RowFile, stream: BinaryIO) -> pq.ParquetFile:
+    try:
+        # Without pre_buffer and with a buffer size, a large row group is read page by page and not as a whole.
+        return pq.ParquetFile(stream, pre_buffer=False, buffer_size=COLUMN_BUFFER_BYTES)
+    except (pa.ArrowException, OSError) as error:
+        raise _damaged(file, "its footer", f"not a readable Parquet file ({error})") from error
+
+
+def _skip_line(stream: BinaryIO) -> bool:
+    """Reads to the end of a line; whether there was more of it."""
+    rest = last = stream.readline(MAX_LINE_BYTES)
+    while last and not last.endswith(b"\n"):
+        last = stream.readline(MAX_LINE_BYTES)
+    return bool(rest.strip())
+
+
+def _parse_line(line: bytes) -> dict[str, Any] | MalformedLine:
+    try:
+        row = json.loads(line.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        return MalformedLine(f"not JSON: {error}")
+    return row if isinstance(row, dict) else MalformedLine(f"a JSON {type(row).__name__}, not an object")
+
+
+def _damaged(file: RowFile, position: str, error: object) -> InputError:
+    kind = "Parquet" if file.is_parquet else "JSONL"
+    found = f"unreadable from {position} on: {error}"
+    return InputError(file.path, found, f"a whole {kind} file", "Write the file again.")
