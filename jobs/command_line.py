@@ -191,7 +191,15 @@ def _fields(settings: Settings, prefix: str) -> Iterator[tuple[str, FieldInfo, A
 
 
 def _type_name(annotation: Any) -> str:
-    if typing.get_origin(annotation) is typing.Annotated:
-        annotation = typing.get_args(annotation)[0]
-    text = annotation.__name__ if isinstance(annotation, type) and not typing.get_args(annotation) else str(annotation)
-    return text.replace("typing.", "").replace("NoneType", "null").replace("None", "null").replace("Literal", "one of ")
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return _type_name(arguments[0])
+    if origin is typing.Literal:
+        return " | ".join(json.dumps(value) for value in arguments)
+    if origin is tuple:
+        return f"list of {_type_name(arguments[0])}" if arguments[-1] is ... else f"{len(arguments)} numbers"
+    if arguments:
+        return " | ".join(_type_name(argument) for argument in arguments)
+    return {"NoneType": "null", "str": "text", "int": "integer", "float": "number", "bool": "true | false"}.get(
+        annotation.__name__, annotation.__name__
+    )

@@ -24,7 +24,7 @@ from pipelines.generation import (
     open_manifest,
     plan_generation,
     resolve_recipe,
-    warn_of_wide_window,
+    warn_of_wide_windows,
 )
 from pipelines.inference_pool import InferencePool
 from pipelines.prompt_preflight import RESULT_COLUMNS
@@ -199,16 +199,15 @@ def _check_grid(first: GenerationPlan, recipes: Sequence[GenerateRecipe]) -> Non
     Raises:
         InputError: names `thresholds`.
     """
-    tau = {recipe.decoding.window: recipe.decoding for recipe in recipes if recipe.decoding.mode == "tau"}
-    if tau and read_multi_token_settings(first.setup.folder) is None:
+    settings = [recipe.decoding for recipe in recipes]
+    if any(decoding.mode == "tau" for decoding in settings) and read_multi_token_settings(first.setup.folder) is None:
         raise InputError(
             "thresholds",
             f"tau decoding of {first.setup.folder}, which was not trained to predict several tokens (it has no marsray.json)",
             "[] for an ordinary model",
             "Set thresholds=[] to evaluate one-token decoding alone, or train the model with jobs/train_mars.py.",
         )
-    for decoding in tau.values():
-        warn_of_wide_window(decoding, first.setup.block_size)
+    warn_of_wide_windows(settings, first.setup.block_size)
 
 
 def _generate(plans: Mapping[str, GenerationPlan], finished: Mapping[str, bool]) -> dict[str, GenerationReport]:

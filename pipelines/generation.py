@@ -7,6 +7,7 @@ job is started; see `manifest` for how, and `inference_pool` for why the pool is
 import json
 import logging
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -190,7 +191,7 @@ def model_setup(folder: str, decoding: DecodingSettings, *, uses_gpu: bool) -> M
     settings = read_multi_token_settings(folder, facts.vocab_size)
     if settings is not None:
         check_prompt_format(tokenizer, settings.prompt_format, folder)
-        warn_of_wide_window(decoding, settings.block_size)
+        warn_of_wide_windows([decoding], settings.block_size)
         return ModelSetup(
             folder, settings.mask_token_id, settings.block_size, settings.prompt_format, facts.end_ids, uses_gpu
         )
@@ -206,13 +207,13 @@ def model_setup(folder: str, decoding: DecodingSettings, *, uses_gpu: bool) -> M
     return ModelSetup(folder, mask_token_id, 1, prompt_format, facts.end_ids, uses_gpu)
 
 
-def warn_of_wide_window(decoding: DecodingSettings, block_size: int) -> None:
-    """Says so when the job's window is larger than the block size that the model was trained with."""
-    window = allowed_window(decoding, block_size)
-    if window > block_size:
-        _logger.warning(
-            "window %d is larger than %d, the block size that the model was trained with", window, block_size
-        )
+def warn_of_wide_windows(settings: Iterable[DecodingSettings], block_size: int) -> None:
+    """Says so, once for each window, when it is larger than the block size that the model was trained with."""
+    for window in sorted({allowed_window(decoding, block_size) for decoding in settings}):
+        if window > block_size:
+            _logger.warning(
+                "window %d is larger than %d, the block size that the model was trained with", window, block_size
+            )
 
 
 def connect(actors: ActorSettings, output: str) -> None:

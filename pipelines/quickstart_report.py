@@ -16,6 +16,7 @@ from workers.models.folder import read_multi_token_settings
 
 _STAGE_NAMES = {"sft": "AR SFT", "mars": "MARS"}
 _MODE_NAMES = {"one_token": "one token", "tau": "several"}
+_JOB_FIGURES = ("num_rows", "num_errors", "tokens_per_forward", "query_tokens_per_token", "tokens_per_second")
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def _figures(output: str) -> dict[str, Any]:
     return {
         "accuracy": accuracy(verdicts, job["num_errors"]),
         "verdicts": dict(verdicts),
-        **{name: job[name] for name in ("num_rows", "num_errors", "tokens_per_forward", "tokens_per_second")},
+        **{name: job[name] for name in _JOB_FIGURES},
     }
 
 

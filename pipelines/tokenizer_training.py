@@ -1,5 +1,7 @@
 """A tokenizer trained on the SFT texts, and a model folder with random weights, for runs that start from nothing."""
 
+import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -86,7 +88,7 @@ def create_model_folder(
     """Writes an ordinary Hugging Face folder: config, generation config, tokenizer and random float32 weights.
 
     The model has one embedding row per token of the tokenizer, shared with the head. The weights depend on `seed` alone; the
-    caller's random state is left as it was.
+    caller's random state is left as it was. The folder appears whole or not at all.
     """
     shared: dict[str, Any] = {
         "vocab_size": len(tokenizer),
@@ -110,5 +112,8 @@ def create_model_folder(
     model.generation_config = GenerationConfig(
         bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=False
     )
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    unfinished = Path(folder).with_name(f".{Path(folder).name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    model.save_pretrained(unfinished)
+    tokenizer.save_pretrained(unfinished)
+    os.rename(unfinished, folder)

@@ -62,7 +62,9 @@ class TrainingInputs:
 
     def materialize(self) -> tuple[StartModel, DataSettings]:
         """The start model and the settings of the data, both on disk now."""
-        if self._is_example and not Path(self._run.join("example")).exists():
+        if (
+            self._is_example and not Path(self._run.join("example", "heldout")).exists()
+        ):  # written after the training shards
             write_quickstart_data(self._run.join("example"), seed=self._seed)
         if self._model.path is not None:
             return self._start_model(resolve(self._model.path)), self._data
@@ -87,7 +89,7 @@ class TrainingInputs:
                 str(self._data.max_length),
                 f"at most {facts.max_positions}, the positions of the model in {folder}",
             )
-        earlier = read_multi_token_settings(folder)
+        earlier = read_multi_token_settings(folder, facts.vocab_size)
         if earlier is not None:
             self._refuse_another_placeholder(earlier, tokenizer, folder)
             return StartModel(folder, earlier.mask_token_id, facts.end_ids, False, earlier.block_size > 1)

@@ -56,7 +56,7 @@ def test_an_ordinary_model_has_no_tau_rows(tmp_path: Path, caplog: pytest.LogCap
         model=make_model_folder(tmp_path / "model"),
         prompts=PromptSettings(paths=(str(tmp_path / "in.jsonl"),)),
         output=str(tmp_path / "out"),
-        thresholds=(0.9, 0.5),
+        thresholds=(0.9, 1.0),  # 1.0 keeps no draft, whatever its window
         windows=(BLOCK_SIZE, BLOCK_SIZE + 2),
     )
     assert run_evaluation(recipe, dry_run=True) is None

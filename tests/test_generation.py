@@ -351,7 +351,7 @@ def test_a_row_overrides_mode_and_threshold_together(
         prompts=PromptSettings(),
         decoding=DecodingSettings(**job),
     )
-    request = builder.build(PromptRow(0, "here", {"prompt": "Hi", **row}))
+    request = builder.build(PromptRow(0, "here", {"prompt": "Hi", **row}, ""))
     if expected is None:
         assert isinstance(request, RowFault) and request.code == "invalid_settings" and "threshold" in request.message
     else:

@@ -37,7 +37,7 @@ def export_folder(
     shutil.rmtree(unfinished, ignore_errors=True)
     state = model.state_dict() if model_state is None else model_state
     model.save_pretrained(unfinished, state_dict={name: _in_dtype(tensor, model) for name, tensor in state.items()})
-    _generation_config(model, settings.mask_token_id).save_pretrained(unfinished)
+    _generation_config(model, tokenizer, settings.mask_token_id).save_pretrained(unfinished)
     tokenizer.save_pretrained(unfinished)
     write_multi_token_settings(settings, unfinished)
     _replace_folder(unfinished, destination)
@@ -47,11 +47,16 @@ def _in_dtype(tensor: Tensor, model: PreTrainedModel) -> Tensor:
     return tensor.detach().to("cpu", model.dtype) if tensor.is_floating_point() else tensor.detach().cpu()
 
 
-def _generation_config(model: PreTrainedModel, mask_token_id: int) -> GenerationConfig:
-    """The model's own, with the mask id among the suppressed tokens."""
+def _generation_config(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, mask_token_id: int
+) -> GenerationConfig:
+    """The model's own, with the mask id among the suppressed tokens, and all that ends a turn of ours among the end ids."""
     generation_config = copy.deepcopy(model.generation_config) or GenerationConfig.from_model_config(model.config)
     suppressed = set(generation_config.suppress_tokens or [])
     generation_config.suppress_tokens = sorted(suppressed | {mask_token_id})
+    stated = (generation_config.eos_token_id, model.config.get_text_config().eos_token_id, tokenizer.eos_token_id)
+    end_ids = {end_id for ids in stated for end_id in (ids if isinstance(ids, list) else [ids]) if end_id is not None}
+    generation_config.eos_token_id = sorted(end_ids) or None
     return generation_config
 
 
