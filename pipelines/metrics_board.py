@@ -84,6 +84,8 @@ class ProgressFollower:
                     _logger.warning("%s: no more progress lines (%s)", self._title, error)
                     return
                 if line is not None and line["step"] != shown:
+                    if line["step"] < shown:
+                        _logger.warning("%s: a worker was lost; going on from an earlier checkpoint", self._title)
                     shown = int(line["step"])
                     progress.update(shown, _summary(line))
                 if is_last_look:

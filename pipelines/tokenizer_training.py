@@ -15,6 +15,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
 )
+from transformers.utils import logging as transformers_logging
 
 from workers.config import FromScratch
 from workers.errors import InputError
@@ -114,6 +115,7 @@ def create_model_folder(
     )
     unfinished = Path(folder).with_name(f".{Path(folder).name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
+    transformers_logging.disable_progress_bar()  # one small file; the jobs have their own progress
     model.save_pretrained(unfinished)
     tokenizer.save_pretrained(unfinished)
     os.rename(unfinished, folder)
