@@ -53,9 +53,14 @@ def run(
         if is_dry_run:
             sys.stdout.write(yaml.safe_dump(json.loads(recipe.model_dump_json()), sort_keys=False))
         code = execute(recipe, is_dry_run)
+        if is_dry_run and code == EXIT_DONE:
+            _logger.info("dry run: settings, inputs, output and model folder are fine; nothing was written")
     except InputError as error:
         _logger.error("error: %s", error)
         code = EXIT_BAD_INPUT
+    except ModuleNotFoundError as error:
+        _logger.error("error: %s has no module %r; run `source .venv/bin/activate` first", sys.executable, error.name)
+        code = EXIT_FAILED
     except Exception:  # the border of the program: whatever happened, the log ends with the exit code
         _logger.exception("error: the job failed")
         code = EXIT_FAILED

@@ -1,7 +1,11 @@
 """Fixtures that several test files share."""
 
 import logging
+import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -12,11 +16,17 @@ settings.load_profile("marsray")
 
 
 @pytest.fixture(scope="session")
-def ray_session() -> Iterator[None]:
-    """One Ray instance of two CPUs for all tests that need one."""
+def ray_session() -> Iterator[Any]:
+    """One Ray instance of two CPUs for all tests that need one; yields its context, which knows the dashboard's address."""
     import ray
 
-    if not ray.is_initialized():
-        ray.init(num_cpus=2, include_dashboard=False, logging_level=logging.ERROR, object_store_memory=200 * 2**20)
-    yield
+    # Submitted scripts start with `env python3`, which must be this one on the cluster too.
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    yield ray.init(
+        num_cpus=2,
+        include_dashboard=True,
+        dashboard_port=0,
+        logging_level=logging.ERROR,
+        object_store_memory=200 * 2**20,
+    )
     ray.shutdown()
