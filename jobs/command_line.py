@@ -61,6 +61,9 @@ def run(
     except ModuleNotFoundError as error:
         _logger.error("error: %s has no module %r; run `source .venv/bin/activate` first", sys.executable, error.name)
         code = EXIT_FAILED
+    except KeyboardInterrupt:
+        _logger.error("error: interrupted; the same command goes on from here")
+        code = EXIT_FAILED
     except Exception:  # the border of the program: whatever happened, the log ends with the exit code
         _logger.exception("error: the job failed")
         code = EXIT_FAILED
@@ -99,8 +102,8 @@ def parse(recipe_type: type[R], default_recipe: str | None, arguments: list[str]
     for override in overrides:
         _apply(recipe_type, values, override)
     try:
-        # JSON mode: strict about types, yet a list is a tuple and 1 is a float.
-        return recipe_type.model_validate_json(json.dumps(values)), is_dry_run
+        # JSON mode: strict about types, yet a list is a tuple and 1 is a float. Dates, which JSON does not know, become text.
+        return recipe_type.model_validate_json(json.dumps(values, default=str)), is_dry_run
     except ValidationError as error:
         raise _readable(recipe_type, error) from None
 
@@ -129,17 +132,32 @@ def _apply(recipe_type: type[BaseModel], values: dict[str, Any], override: str) 
         inner = values.get(section)
         values[section] = inner = dict(inner) if isinstance(inner, dict) else {}
         values = inner
-    try:
-        value = yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
-        raise InputError(name, repr(text), "a YAML value") from error
-    if model and field in model.model_fields and not isinstance(value, list):
-        annotation = model.model_fields[field].annotation
-        if typing.get_origin(annotation) is tuple and value is not None:
-            value = [value]
-        elif annotation in (str, str | None) and value is not None:
-            value = text
+    annotation = model.model_fields[field].annotation if model and field in model.model_fields else None
+    is_list = typing.get_origin(annotation) is tuple
+    # Text and a single item of a list stand as they are typed: a glob or a stop string is no YAML.
+    if annotation is str or (annotation == str | None and text != "null"):
+        value: Any = text
+    elif is_list and not text.startswith("[") and _is_text(typing.get_args(annotation)[0]):
+        value = [text]
+    else:
+        value = _yaml(name, text)
+        value = [value] if is_list and not isinstance(value, list) and value is not None else value
     values[field] = value
+
+
+def _yaml(name: str, text: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        raise InputError(
+            name, repr(text), "a YAML value", "Quotes around an item keep it from being read as YAML."
+        ) from error
+
+
+def _is_text(annotation: Any) -> bool:
+    return annotation is str or (
+        typing.get_origin(annotation) is typing.Annotated and typing.get_args(annotation)[0] is str
+    )
 
 
 def _section_type(model: type[BaseModel], name: str) -> type[BaseModel] | None:
@@ -155,18 +173,23 @@ def _is_settings(annotation: Any) -> bool:
 
 def _readable(recipe_type: type[BaseModel], error: ValidationError) -> InputError:
     """The first problem, in our form; the number of others is said."""
-    first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"]) or "recipe"
-    others = f" ({error.error_count() - 1} more problems)" if error.error_count() > 1 else ""
-    advice = f"See --help.{others}"
+    first, *others = error.errors()
+    where = _name_of(first)
+    advice = "See --help." + (f" Also wrong: {', '.join(map(_name_of, others))}." if others else "")
     if first["type"] == "extra_forbidden":
         model: type[BaseModel] | None = recipe_type
         for part in first["loc"][:-1]:
             model = _section_type(model, str(part)) if model else None
         known = ", ".join(model.model_fields) if model else "a known field"
         return InputError(where, "an unknown field", f"one of {known}", advice)
-    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "value_error":  # one of our own checks of several fields
+        return InputError(where, first["msg"].removeprefix("Value error, "), "settings that fit together", advice)
+    message = first["msg"]
     return InputError(where, json.dumps(first["input"], default=str)[:200], message[0].lower() + message[1:], advice)
+
+
+def _name_of(problem: Any) -> str:
+    return ".".join(str(part) for part in problem["loc"]) or "recipe"
 
 
 def help_text(recipe_type: type[Settings], default_recipe: str | None) -> str:
@@ -177,7 +200,7 @@ def help_text(recipe_type: type[Settings], default_recipe: str | None) -> str:
         "",
         f"usage: {Path(sys.argv[0]).name} [--config recipe.yaml] [--dry-run] [section.field=value ...]",
         f"Without --config the defaults below apply{f' (jobs/recipes/{default_recipe})' if default_recipe else ''}.",
-        "Exit codes: 0 done, 1 failed, 2 bad arguments or input, 3 more bad rows than allowed.",
+        "Exit codes: 0 done, 1 failed, 2 bad arguments or input, 3 finished but more rows failed than max_error_share allows.",
         "",
     ]
     for name, field, value in _fields(recipe, ""):

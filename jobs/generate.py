@@ -18,6 +18,11 @@ def execute(recipe: GenerateRecipe, is_dry_run: bool) -> int:
     if report is None:
         return EXIT_DONE
     sys.stdout.write(report.table())
+    if report.exit_code != EXIT_DONE:
+        sys.stderr.write(
+            f"{report.num_errors} of {report.num_rows} rows failed, more than max_error_share={recipe.max_error_share:g} "
+            f"allows; {report.output}/_errors says which and why\n"
+        )
     return report.exit_code
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private.services import canonicalize_bootstrap_address
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pipelines.paths import is_submitted_job
@@ -17,7 +18,9 @@ _logger = logging.getLogger(__name__)
 
 
 def connect() -> None:
-    """Joins the running Ray cluster, or starts a local one; does nothing when already connected.
+    """Joins the cluster of `RAY_ADDRESS` or of `ray start`, or starts a local one; does nothing when already connected.
+
+    A Ray instance that another job has started for itself is left alone: it would end with that job.
 
     The code reaches the workers by `PYTHONPATH` on a local cluster, as working directory on an existing one; a submitted job
     has brought it along.
@@ -29,11 +32,11 @@ def connect() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_CODE), os.environ.get("PYTHONPATH")]))
     if is_submitted_job():
         ray.init(address="auto", runtime_env={"env_vars": {"PYTHONPATH": str(_CODE)}}, **quiet)
+    # What `ray.init()` itself looks at, to join or to start: `RAY_ADDRESS`, or the mark that `ray start` leaves.
+    elif canonicalize_bootstrap_address(None) is not None:  # type: ignore[arg-type]
+        ray.init(runtime_env={"working_dir": str(_CODE)}, **quiet)
     else:
-        try:
-            ray.init(address="auto", runtime_env={"working_dir": str(_CODE)}, **quiet)
-        except ConnectionError:
-            ray.init(include_dashboard=False, **quiet)
+        ray.init(address="local", include_dashboard=False, **quiet)
     # Ray Data tells of every execution and of its own progress bars; the jobs have their own progress.
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     resources = ray.cluster_resources()

@@ -26,6 +26,7 @@ from workers.config import ActorSettings, DecodingSettings, GenerateRecipe, Prom
 from workers.decoding.request import allowed_window
 from workers.errors import InputError
 from workers.models.folder import inspect_model_folder, load_tokenizer, read_multi_token_settings
+from workers.models.loading import check_loadable
 from workers.models.placeholder import find_placeholder
 
 EXIT_DONE, EXIT_TOO_MANY_BAD_ROWS = 0, 3
@@ -178,6 +179,7 @@ def model_setup(folder: str, decoding: DecodingSettings, *, uses_gpu: bool) -> M
     Raises:
         InputError: not a folder that can be decoded with these settings.
     """
+    check_loadable(folder)
     facts = inspect_model_folder(folder)
     if (
         decoding.max_length is not None

@@ -85,7 +85,7 @@ class ProgressFollower:
                     return
                 if line is not None and line["step"] != shown:
                     if line["step"] < shown:
-                        _logger.warning("%s: a worker was lost; going on from an earlier checkpoint", self._title)
+                        _logger.info("%s: going on from the checkpoint before step %d", self._title, shown)
                     shown = int(line["step"])
                     progress.update(shown, _summary(line))
                 if is_last_look:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ _SETTINGS, _INPUTS, _REPORT = "run.json", "inputs.json", "report.json"
 # Fields that may change between a killed run and its continuation: they leave the weights alone.
 _FREE_FIELDS = {
     "run.output",
+    "data.max_rejected_share",
     "run.log_every",
     "run.checkpoint_every",
     "run.num_to_keep",
@@ -47,12 +49,15 @@ class RunFolder:
         Raises:
             InputError: names the first setting that differs.
         """
-        if overwrite or not self.path.exists():
-            if overwrite and self.path.exists() and any(self.path.iterdir()) and not self._is_run():
+        if self.path.exists() and not self.path.is_dir():
+            raise InputError("run.output", f"{self.path}, a file", "a folder")
+        self._require_writable()
+        if not self.path.exists():
+            return
+        if overwrite:
+            if any(self.path.iterdir()) and not self._is_run():
                 raise InputError("run.output", f"{self.path}, which no marsray run has made", "a run folder or none")
             return
-        if not self.path.is_dir():
-            raise InputError("run.output", f"{self.path}, a file", "a folder")
         if not self._is_run():
             if any(self.path.iterdir()):
                 raise InputError("run.output", f"{self.path}, a folder with other files", "a run folder, or a new one")
@@ -66,6 +71,26 @@ class RunFolder:
                     f"{json.dumps(before.get(name))}, as in the run that {self.path} holds",
                     "Repeat that run's settings to resume it, choose another run.output, or set run.overwrite=true.",
                 )
+
+    def require_outside(self, where: str, path: str) -> None:
+        """Refuses an input inside this folder: `run.overwrite=true` would delete it.
+
+        Raises:
+            InputError: names the setting.
+        """
+        if Path(path).resolve().is_relative_to(self.path.resolve()):
+            raise InputError(where, path, f"something outside run.output ({self.path})", "Choose another run.output.")
+
+    def _require_writable(self) -> None:
+        """The nearest folder above that exists must take new files."""
+        try:
+            nearest = next(parent for parent in (self.path, *self.path.parents) if parent.exists())
+        except OSError as error:  # a name that is too long, say
+            raise InputError("run.output", f"{self.path} ({error.strerror})", "a folder that can be made") from error
+        if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+            raise InputError(
+                "run.output", f"{nearest}, in which nothing can be made", "a folder that can be written to"
+            )
 
     def finished_report(self) -> dict[str, Any] | None:
         """The report of this run when it is finished already."""

@@ -56,8 +56,10 @@ class TrainingInputs:
             InputError: names the shard, the column, the setting or the file of the model folder.
         """
         if not self._is_example:
-            inspect_shards(self._data)
+            for shard in inspect_shards(self._data):
+                self._run.require_outside("data.train", shard.path)
         if self._model.path is not None:
+            self._run.require_outside("model.path", resolve(self._model.path))
             self._start_model(resolve(self._model.path))
 
     def materialize(self) -> tuple[StartModel, DataSettings]:

@@ -36,6 +36,13 @@ def test_a_list_override_and_a_text_that_looks_like_a_number():
     assert recipe.run.output == "2026"
 
 
+@pytest.mark.parametrize("text", ["*.jsonl", "[0-9]*.jsonl", "{a}.jsonl", "one.jsonl #x", "2024-01-01", "yes"])
+def test_a_single_item_of_a_text_list_is_taken_as_typed(text):
+    if text.startswith("["):
+        text = f"./{text}"
+    assert parse(f"data.train={text}").data.train == (text,)
+
+
 def test_null_takes_a_section_away():
     recipe = parse("sft=null", "model.path=some/folder")
     assert recipe.sft is None
@@ -54,6 +61,7 @@ def test_null_takes_a_section_away():
         ("distributed.zero_stage=4", "distributed.zero_stage", "0, 1, 2 or 3"),
         ("model.from_scratch.num_heads=3", "model.from_scratch", "must divide"),
         ("data.max_length=4096", "recipe", "max_positions"),
+        ("training.betas=[0.9, 1.0]", "training.betas.1", "less than 1"),
         ("sft=null", "recipe", "needs the AR SFT stage"),
         ("training.learning_rate=.nan", "training.learning_rate", "finite"),
         ("training=3", "training", "object"),
@@ -63,7 +71,12 @@ def test_what_is_wrong_is_named(argument, where, expected):
     with pytest.raises(InputError) as caught:
         parse(argument)
     assert caught.value.where == where
-    assert expected in caught.value.expected
+    assert expected in str(caught.value)
+
+
+def test_all_problems_are_named_at_once():
+    with pytest.raises(InputError, match=r"Also wrong: training\.num_epochs, run\.sed"):
+        parse("training.num_steps=0", "training.num_epochs=0", "run.sed=1")
 
 
 @pytest.mark.parametrize("argument", ["--fast", "num_steps", "-x"])

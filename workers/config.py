@@ -10,6 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 PromptFormat = Literal["chat", "raw"]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
+StopString = Annotated[str, Field(min_length=1)]
 Threshold = Annotated[float, Field(ge=0.0)]
 Window = Annotated[int, Field(ge=1, le=64)]
 
@@ -94,7 +96,7 @@ class OptimizationSettings(Settings):
     warmup_share: Share = Field(0.03, description="share of the steps with a rising learning rate")
     final_learning_rate_share: Share = Field(0.0, description="learning rate at the end, as a share of the peak")
     weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW betas")
+    betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="AdamW betas")
     max_grad_norm: float = Field(1.0, gt=0, description="gradients are clipped to this norm")
     activation_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
 
@@ -167,11 +169,11 @@ class AnswerSettings(Settings):
 
     score: Literal["probability", "margin", "entropy"] = Field("probability", description="what tau is compared with")
     max_new_tokens: int = Field(256, ge=1, description="token budget of the answer")
-    temperature: float = Field(0.0, ge=0, description="0 is greedy")
+    temperature: float = Field(0.0, ge=0, le=1000, description="0 is greedy")
     top_k: int = Field(0, ge=0, description="sample among the k likeliest tokens; 0 means all")
     top_p: float = Field(1.0, gt=0, le=1, description="sample among the likeliest tokens of this total probability")
     seed: int | None = Field(None, ge=0, description="same seed, same text; null derives one from the row id")
-    stop: tuple[str, ...] = Field((), description="strings that end the answer; they are not part of it")
+    stop: tuple[StopString, ...] = Field((), description="strings that end the answer; they are not part of it")
 
 
 class EngineSettings(Settings):

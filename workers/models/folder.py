@@ -91,11 +91,17 @@ def inspect_model_folder(folder: str) -> ModelFacts:
     if "vocab_size" not in text_config:
         raise InputError(f"{folder}/config.json", "no vocab_size", "the config of a causal language model")
     lengths = [text_config.get(name) for name in ("max_position_embeddings", "n_positions", "max_sequence_length")]
+    end_ids = _end_ids(folder, text_config)
+    beyond = sorted(end_id for end_id in end_ids if not 0 <= end_id < int(text_config["vocab_size"]))
+    if beyond:
+        raise InputError(
+            f"{folder}: eos_token_id", str(beyond[0]), f"an id from 0 to {int(text_config['vocab_size']) - 1}"
+        )
     return ModelFacts(
         vocab_size=int(text_config["vocab_size"]),
         model_type=model_type,
         max_positions=next((int(length) for length in lengths if length is not None), None),
-        end_ids=_end_ids(folder, text_config),
+        end_ids=end_ids,
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -69,9 +70,12 @@ def load_causal_lm(folder: str, *, dtype: torch.dtype) -> PreTrainedModel:
         InputError: what `check_loadable` finds.
     """
     attention = "sdpa" if check_loadable(folder)._supports_sdpa else "eager"
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, attn_implementation=attention, local_files_only=True
-    )
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation=attention, local_files_only=True
+        )
+    except SafetensorError as error:
+        raise InputError(folder, f"damaged weights ({error})", "whole safetensors files", "Copy them again.") from error
     return model.eval()
 
 
