@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from pipelines import storage
 from pipelines.prompt_ids import NUM_SHOWN, IdIndex
 from pipelines.prompt_rows import PromptFile, RawRow, json_rows, read_chunks
-from pipelines.row_files import BATCH_ROWS, parquet_batches, parquet_schema
+from pipelines.row_files import BATCH_ROWS, MalformedLine, parquet_batches, parquet_schema, python_values
 from pipelines.work_units import PromptSet, list_prompt_files
 from workers.config import PromptSettings
 from workers.errors import InputError
@@ -37,8 +37,8 @@ def check_prompt_set(settings: PromptSettings, output: str) -> PromptSet:
 
     Raises:
         InputError: no files or rows; output and input overlap; a shard without prompts or with a column of a wrong type;
-            ids that are null, double, of mixed or unfit types, with locations; passed-through columns that are absent or
-            have several types.
+            ids that are null, unreadable, double, of mixed or unfit types, with locations; passed-through columns that are
+            absent or have several types.
     """
     _check_passthrough_names(settings)
     files = list_prompt_files(settings.paths)
@@ -173,7 +173,12 @@ def _check_parquet(settings: PromptSettings, file: PromptFile, number: int, ids:
     scan = _IdScan(ids, number, file)
     if has_ids:
         for batch in parquet_batches(file, [settings.id_column]):
-            scan.add(list(enumerate(batch.column(0).to_pylist(), start=scan.num_rows)))
+            numbered = list(enumerate(python_values(batch.column(0)), start=scan.num_rows))
+            for row, value in numbered:
+                if isinstance(value, MalformedLine):
+                    found = f"an id in {settings.id_column!r} that is {value.detail}"
+                    raise InputError(file.location(row), found, "a string or a 64-bit integer", "Correct the id.")
+            scan.add(numbered)
     ids.end_file(file, scan.null_locations, scan.num_nulls, has_column=has_ids)
     return num_rows
 

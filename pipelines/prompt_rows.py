@@ -7,7 +7,15 @@ from typing import Any
 
 import pyarrow as pa
 
-from pipelines.row_files import BATCH_ROWS, MalformedLine, RowFile, is_unicode, json_lines, parquet_batches
+from pipelines.row_files import (
+    BATCH_ROWS,
+    MalformedLine,
+    RowFile,
+    is_unicode,
+    json_lines,
+    parquet_batches,
+    python_values,
+)
 
 OVERRIDE_COLUMNS = ("mode", "threshold", "window", "max_new_tokens", "temperature", "seed", "stop")
 
@@ -21,7 +29,7 @@ class PromptFile(RowFile):
 
 @dataclass(frozen=True)
 class RawRow:
-    """One row as it stands in the file. `problem` says why a line could not be read; `values` is then empty."""
+    """One row as it stands in the file. `problem` says why it could not be read; `values` has what could (nothing of a line)."""
 
     number: int
     location: str
@@ -61,9 +69,23 @@ def _parquet_chunks(
     numbers = itertools.count()
     for batch in parquet_batches(file, [*columns, *extra.names]):
         table = pa.Table.from_batches([batch])
-        values = table.select([name for name in columns if name in table.column_names]).to_pylist()
-        rows = [RawRow(number, file.location(number), row) for row, number in zip(values, numbers, strict=False)]
+        asked = table.select([name for name in columns if name in table.column_names])
+        rows = []
+        for index, values in enumerate(python_values(asked)):
+            number = next(numbers)
+            if isinstance(values, MalformedLine):
+                rows.append(_partial_row(number, file.location(number), asked.slice(index, 1)))
+            else:
+                rows.append(RawRow(number, file.location(number), values))
         yield rows, table.select(extra.names).cast(extra)
+
+
+def _partial_row(number: int, location: str, row: pa.Table) -> RawRow:
+    """A row with the values that can be read, so that its error has its id."""
+    cells = {name: python_values(row[name])[0] for name in row.column_names}
+    problems = [f"{name!r}: {cell.detail}" for name, cell in cells.items() if isinstance(cell, MalformedLine)]
+    values = {name: cell for name, cell in cells.items() if not isinstance(cell, MalformedLine)}
+    return RawRow(number, location, values, "; ".join(problems))
 
 
 def _json_chunks(file: PromptFile, columns: Sequence[str], extra: pa.Schema) -> Iterator[tuple[list[RawRow], pa.Table]]:

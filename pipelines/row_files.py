@@ -6,8 +6,9 @@ A file of rows is Parquet, or JSONL that is plain or compressed. The rules, the 
   are left out, unless the path itself spells such a name.
 - Rows are numbered from 0. In JSONL a row's number is that of its line: a line of blanks is no row, but it counts. Locations
   name the row, from 0, of a Parquet file and the line, from 1, of a JSONL file, so any editor finds it.
-- A line that is no JSON object, or is longer than `MAX_LINE_BYTES`, is a malformed row; the lines after it are read.
-- A file of 0 bytes, and one that breaks off, are refused by name.
+- A line that is no JSON object, is longer than `MAX_LINE_BYTES` or nests deeper than `MAX_DEPTH`, and a row of Parquet that
+  has no Python value (text that is no UTF-8, a date that no calendar has), are malformed rows; the rows after them are read.
+- A file of 0 bytes, one that breaks off, and one that has two columns of one name are refused by name.
 """
 
 import codecs
@@ -15,6 +16,7 @@ import fnmatch
 import json
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
@@ -32,6 +34,7 @@ _DOCUMENT_SUFFIXES = tuple(f".json{packing}" for packing in _PACKINGS)
 BATCH_ROWS = 256
 COLUMN_BUFFER_BYTES = 1 << 20
 MAX_LINE_BYTES = 64 << 20
+MAX_DEPTH = 100  # what is deeper can be parsed, but not always pickled
 
 _logger = logging.getLogger(__name__)
 
@@ -60,7 +63,7 @@ class RowFile:
 
 @dataclass(frozen=True)
 class MalformedLine:
-    """Stands for a line of JSONL that is not a row."""
+    """Stands for a line of JSONL that is not a row, or for what a row of Parquet has and Python cannot hold."""
 
     detail: str
 
@@ -91,7 +94,7 @@ def parquet_schema(file: RowFile) -> tuple[pa.Schema, int]:
     """Schema and number of rows, from the file's footer.
 
     Raises:
-        InputError: not a Parquet file.
+        InputError: not a Parquet file, or two columns have one name.
     """
     with storage.open_read(file.path) as stream:
         parquet = _open_parquet(file, stream)
@@ -114,6 +117,14 @@ def parquet_batches(file: RowFile, columns: Sequence[str]) -> Iterator[pa.Record
                 num_read += batch.num_rows
         except (pa.ArrowException, OSError) as error:
             raise _damaged(file, file.position(num_read), error) from error
+
+
+def python_values(rows: pa.RecordBatch | pa.Table | pa.Array) -> list[Any]:
+    """`rows.to_pylist()`, in which a `MalformedLine` stands for each row that has no Python value."""
+    try:
+        return list(rows.to_pylist())
+    except (ValueError, OverflowError):
+        return [_python_value(rows.slice(index, 1)) for index in range(len(rows))]
 
 
 def json_lines(file: RowFile) -> Iterator[tuple[int, dict[str, Any] | MalformedLine]]:
@@ -196,9 +207,21 @@ def _wrong_kind(where: str, path: str) -> InputError:
 def _open_parquet(file: RowFile, stream: BinaryIO) -> pq.ParquetFile:
     try:
         # Without pre_buffer and with a buffer size, a large row group is read page by page and not as a whole.
-        return pq.ParquetFile(stream, pre_buffer=False, buffer_size=COLUMN_BUFFER_BYTES)
+        parquet = pq.ParquetFile(stream, pre_buffer=False, buffer_size=COLUMN_BUFFER_BYTES)
     except (pa.ArrowException, OSError) as error:
         raise _damaged(file, "its footer", f"not a readable Parquet file ({error})") from error
+    repeated = [name for name, count in Counter(parquet.schema_arrow.names).items() if count > 1]
+    if repeated:
+        found = f"more than one column named {', '.join(map(repr, repeated))}"
+        raise InputError(file.path, found, "each column name once", "Rename or drop a column.")
+    return parquet
+
+
+def _python_value(row: pa.RecordBatch | pa.Table | pa.Array) -> Any:
+    try:
+        return row.to_pylist()[0]
+    except (ValueError, OverflowError) as error:
+        return MalformedLine(f"unreadable: {error}")
 
 
 def _skip_line(stream: BinaryIO) -> bool:
@@ -214,7 +237,21 @@ def _parse_line(line: bytes) -> dict[str, Any] | MalformedLine:
         row = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         return MalformedLine(f"not JSON: {error}")
-    return row if isinstance(row, dict) else MalformedLine(f"a JSON {type(row).__name__}, not an object")
+    if not isinstance(row, dict):
+        return MalformedLine(f"a JSON {type(row).__name__}, not an object")
+    # A line with few brackets needs no walk.
+    if line.count(b"{") + line.count(b"[") > MAX_DEPTH and _is_deep(row):
+        return MalformedLine(f"JSON that is nested deeper than {MAX_DEPTH} levels")
+    return row
+
+
+def _is_deep(row: dict[str, Any]) -> bool:
+    """Whether objects and lists nest deeper than `MAX_DEPTH`, the row itself being level 1."""
+    level: list[Any] = [row]
+    for _ in range(MAX_DEPTH):
+        inner = (value for each in level for value in (each.values() if isinstance(each, dict) else each))
+        level = [value for value in inner if isinstance(value, dict | list)]
+    return bool(level)
 
 
 def _damaged(file: RowFile, position: str, error: object) -> InputError:

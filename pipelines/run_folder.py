@@ -49,8 +49,6 @@ class RunFolder:
         Raises:
             InputError: names the first setting that differs.
         """
-        if self.path.exists() and not self.path.is_dir():
-            raise InputError("run.output", f"{self.path}, a file", "a folder")
         self._require_writable()
         if not self.path.exists():
             return
@@ -82,7 +80,7 @@ class RunFolder:
             raise InputError(where, path, f"something outside run.output ({self.path})", "Choose another run.output.")
 
     def _require_writable(self) -> None:
-        """The nearest folder above that exists must take new files."""
+        """The folder itself, or the nearest one above that exists, must take new files."""
         try:
             nearest = next(parent for parent in (self.path, *self.path.parents) if parent.exists())
         except OSError as error:  # a name that is too long, say

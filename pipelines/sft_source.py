@@ -16,6 +16,7 @@ from pipelines.row_files import (
     list_row_files,
     parquet_batches,
     parquet_schema,
+    python_values,
 )
 from workers.config import DataSettings
 from workers.errors import InputError
@@ -40,7 +41,7 @@ def inspect_shards(
     """Lists the shards (of `settings.train` if no other paths are given) and checks each one's schema; reads first rows only.
 
     Raises:
-        InputError: as `list_shards`; an unreadable Parquet file, a shard without rows, a shard without the right
+        InputError: as `list_shards` and `parquet_schema`; a shard without rows, a shard without the right
         columns.
     """
     shards = list_shards(settings.train if paths is None else paths, where)
@@ -59,7 +60,7 @@ def iterate_rows(shard: Shard, settings: DataSettings) -> Iterator[tuple[int, di
     configured = (settings.messages_column, settings.prompt_column, settings.response_column)
     if shard.is_parquet:
         batches = parquet_batches(shard, configured)
-        yield from enumerate(row for batch in batches for row in batch.to_pylist())
+        yield from enumerate(row for batch in batches for row in python_values(batch))
         return
     for number, row in json_lines(shard):
         if isinstance(row, MalformedLine):

@@ -36,7 +36,7 @@ class WorkUnit:
 
 @dataclass(frozen=True)
 class PromptRow:
-    """One prompt as it stands in the file. `problem` says why a line could not be read; its `values` are empty."""
+    """One prompt as it stands in the file. `problem` says why it could not be read; see `RawRow`."""
 
     id: str | int | None
     location: str

@@ -89,6 +89,37 @@ def test_a_line_that_is_too_long_is_one_bad_row(tmp_path: Path, monkeypatch: pyt
     assert [isinstance(row, MalformedLine) for _, row in rows] == [False, False, True, True, False, False]
 
 
+def test_a_line_that_nests_too_deep_is_one_bad_row(tmp_path: Path) -> None:
+    """It once was read, and could not be pickled later."""
+
+    def nested(levels: int) -> bytes:
+        return b'{"prompt": ' + b"[" * (levels - 1) + b"]" * (levels - 1) + b', "response": "b"}'
+
+    path = write(tmp_path / "a.jsonl", b"\n".join(map(nested, (100, 101, 500, 100_000, 2))))
+    assert [isinstance(row, MalformedLine) for _, row in rows_of(path)] == [False, True, True, True, False]
+    wide = write(tmp_path / "b.jsonl", json.dumps({"prompt": [[]] * 500, "response": "b"}).encode())
+    assert not isinstance(rows_of(wide)[0][1], MalformedLine)
+
+
+def test_a_parquet_row_that_python_cannot_hold_is_one_bad_row(tmp_path: Path) -> None:
+    """One text that is no UTF-8, or one odd date, once stopped the whole job."""
+    texts = pa.Array.from_buffers(pa.string(), 3, pa.array([b"a", b"\xff", b"c"], pa.binary()).buffers())
+    dates = pa.array([0, 0, 2**31 - 1], pa.int32()).cast(pa.date32())
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"prompt": texts, "response": dates}), path)
+    rows = rows_of(path)
+    assert [number for number, _ in rows] == [0, 1, 2]
+    assert [isinstance(row, MalformedLine) for _, row in rows] == [False, True, True]
+    assert list(iterate_texts(data(path))) == ["a"]
+
+
+def test_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    columns = [pa.array(["a"])] * 3
+    pq.write_table(pa.Table.from_arrays(columns, ["prompt", "response", "prompt"]), tmp_path / "a.parquet")
+    with pytest.raises(InputError, match="a.parquet.*more than one column named 'prompt'"):
+        inspect_shards(data(tmp_path))
+
+
 def test_blank_files_and_byte_order_marks(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", b"\xef\xbb\xbf\n\r\n")
     assert rows_of(path) == []

@@ -121,6 +121,17 @@ def test_malformed_lines_stay_rows_with_their_location(tmp_path: Path) -> None:
     assert rows[1].location == f"{path} line 2" and rows[2].location == f"{path} line 4"
 
 
+def test_texts_that_are_no_utf8_cost_their_row_only_and_no_id(tmp_path: Path) -> None:
+    texts = pa.Array.from_buffers(pa.string(), 3, pa.array([b"a", b"\xff", b"c"], pa.binary()).buffers())
+    path = write_parquet(tmp_path / "a.parquet", {"id": [1, 2, 3], "prompt": texts})
+    rows = [row for unit in check(path).read() for row in unit.rows]
+    assert [row.id for row in rows] == [1, 2, 3]
+    assert [bool(row.problem) for row in rows] == [False, True, False] and "'prompt'" in rows[1].problem
+    path = write_parquet(tmp_path / "b.parquet", {"id": texts, "prompt": ["p"] * 3})
+    with pytest.raises(InputError, match=f"{path} row 1.*'id'"):
+        check(path)
+
+
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
 def test_mixed_null_double_and_unfit_ids_are_refused_with_locations(tmp_path: Path, suffix: str) -> None:
     def write(name: str, ids: list[object]) -> Path:
