@@ -13,7 +13,6 @@ from workers.config import TrainMarsRecipe, TrainSftRecipe
 def execute(recipe: TrainSftRecipe | TrainMarsRecipe, is_dry_run: bool) -> int:
     """Trains, or only checks when this is a dry run."""
     from pipelines.reports import training_table
-
     from pipelines.training import run_training
 
     report = run_training(recipe, dry_run=is_dry_run)
