@@ -4,6 +4,7 @@ import logging
 from collections import Counter
 
 import pytest
+from pydantic import ValidationError
 from scripted_model import END_ID, MASK_ID, VOCAB_SIZE, ByteTokenizer, Script, ScriptedModel
 from tiny_models import tiny_model
 
@@ -181,7 +182,6 @@ def test_bad_requests_give_errors_and_cost_no_other_row():
         Request("mask", (9, MASK_ID), RowDecodingSettings()),
         Request("range", (9, VOCAB_SIZE), RowDecodingSettings()),
         Request("negative", (-1,), RowDecodingSettings()),
-        request_of(good, "stop", stop=("",)),
         request_of(good, "second"),
     ]
     engine = make_engine(good, num_slots=1)
@@ -195,12 +195,17 @@ def test_bad_requests_give_errors_and_cost_no_other_row():
         "mask_in_prompt",
         "token_out_of_range",
         "token_out_of_range",
-        "invalid_settings",
         None,
     ]
-    assert results[1].token_ids == results[7].token_ids == (20, END_ID)
+    assert results[1].token_ids == results[6].token_ids == (20, END_ID)
     assert (results[2].token_ids, results[2].finish_reason, results[2].num_prompt_tokens) == ((), None, 64)
-    assert (engine.statistics.num_rows, engine.statistics.num_errors) == (2, 6)
+    assert (engine.statistics.num_rows, engine.statistics.num_errors) == (2, 5)
+
+
+def test_an_empty_stop_string_is_refused_by_the_settings():
+    """It would end every answer at once."""
+    with pytest.raises(ValidationError, match="at least 1 character"):
+        RowDecodingSettings(stop=("",))
 
 
 def test_results_come_as_rows_finish_and_requests_are_taken_as_slots_become_free():

@@ -8,7 +8,7 @@ from typing import Literal
 from workers.config import RowDecodingSettings
 
 FinishReason = Literal["stop", "length"]
-ErrorCode = Literal["empty_prompt", "prompt_too_long", "mask_in_prompt", "token_out_of_range", "invalid_settings"]
+ErrorCode = Literal["empty_prompt", "prompt_too_long", "mask_in_prompt", "token_out_of_range"]
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,6 @@ def find_error(request: Request, *, vocab_size: int, mask_token_id: int, max_len
             "prompt_too_long",
             f"the prompt has {len(prompt_ids)} tokens; max_length {max_length} leaves no room for an answer",
         )
-    if "" in request.decoding.stop:
-        return RowError("invalid_settings", "stop holds an empty string, which would end every answer at once")
     return None
 
 
