@@ -212,10 +212,11 @@ def help_text(recipe_type: type[Settings], default_recipe: str | None) -> str:
 def _fields(settings: Settings, prefix: str) -> Iterator[tuple[str, FieldInfo, Any]]:
     for name, field in type(settings).model_fields.items():
         value = getattr(settings, name)
-        if isinstance(value, Settings):
-            yield from _fields(value, f"{prefix}{name}.")
-        else:
+        section = _section_type(type(settings), name)
+        if section is None or value is None:
             yield f"{prefix}{name}", field, value
+        if section is not None:  # of one that is left out by default, what its fields would be
+            yield from _fields(value or section(), f"{prefix}{name}.")
 
 
 def _type_name(annotation: Any) -> str:
@@ -224,6 +225,10 @@ def _type_name(annotation: Any) -> str:
         return _type_name(arguments[0])
     if origin is typing.Literal:
         return " | ".join(json.dumps(value) for value in arguments)
+    if origin is dict:
+        return "mapping"
+    if _is_settings(annotation):
+        return "section"
     if origin is tuple:
         return f"list of {_type_name(arguments[0])}" if arguments[-1] is ... else f"{len(arguments)} numbers"
     if arguments:

@@ -16,6 +16,8 @@ from workers.objectives.attention import build_attention_mask
 from workers.objectives.mars import MarsObjective
 from workers.objectives.streams import PackedBatch
 
+LOGITS_IN_MEMORY = 1 << 26  # 256 MiB in float32, whatever the vocabulary and the length
+
 
 class LossSums(NamedTuple):
     """Sums over the supervised tokens of one micro-batch, float32 scalars; only `loss` carries gradients."""
@@ -31,15 +33,16 @@ class LossModule(nn.Module):
     Args:
         model: the model; its parameters appear as `model.*` in the state dict of this module.
         objective: gives the weights of the two losses.
-        head_chunk: supervised positions whose logits are held in memory at once.
+        head_chunk: supervised positions whose logits are held in memory at once; None: as many as `LOGITS_IN_MEMORY` hold.
     """
 
-    def __init__(self, model: PreTrainedModel, objective: MarsObjective, head_chunk: int) -> None:
+    def __init__(self, model: PreTrainedModel, objective: MarsObjective, head_chunk: int | None = None) -> None:
         super().__init__()
-        assert head_chunk >= 1
+        assert head_chunk is None or head_chunk >= 1
         self.model = model
         self.objective = objective
-        self.head_chunk = head_chunk
+        vocab_size = model.config.get_text_config().vocab_size
+        self.head_chunk = head_chunk or max(1, LOGITS_IN_MEMORY // vocab_size)
 
     def num_chunks_of(self, batch: PackedBatch) -> int:
         """The fewest chunks that keep each within `head_chunk` positions; 1 for a batch without predictions."""

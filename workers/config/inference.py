@@ -1,0 +1,105 @@
+"""Settings of batch inference and evaluation: prompts, decoding, actors."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from workers.config.base import Settings, Share
+
+StopString = Annotated[str, Field(min_length=1)]
+Threshold = Annotated[float, Field(ge=0.0)]
+Window = Annotated[int, Field(ge=1, le=64)]
+
+
+class AnswerSettings(Settings):
+    """How tokens of an answer are chosen and where it ends, whatever the number of tokens per forward."""
+
+    score: Literal["probability", "margin", "entropy"] = Field("probability", description="what tau is compared with")
+    max_new_tokens: int = Field(256, ge=1, description="token budget of the answer")
+    temperature: float = Field(0.0, ge=0, le=1000, description="0 is greedy")
+    top_k: int = Field(0, ge=0, description="sample among the k likeliest tokens; 0 means all")
+    top_p: float = Field(1.0, gt=0, le=1, description="sample among the likeliest tokens of this total probability")
+    seed: int | None = Field(None, ge=0, description="same seed, same text; null derives one from the row id")
+    stop: tuple[StopString, ...] = Field((), description="strings that end the answer; they are not part of it")
+
+
+class EngineSettings(Settings):
+    """The decoding engine of an actor."""
+
+    cache: Literal["ragged", "none"] = Field("ragged", description="`none` recomputes everything: slow, the oracle")
+    num_slots: int = Field(16, ge=1, description="rows decoded at the same time by one actor")
+    max_length: int | None = Field(None, ge=2, description="prompt and answer tokens of a slot; null means the model's")
+
+
+class RowDecodingSettings(AnswerSettings):
+    """How one row is decoded; each field may also stand in the row itself."""
+
+    mode: Literal["one_token", "tau"] = Field("tau", description="one token per forward, or several by threshold")
+    threshold: Threshold | None = Field(
+        default_factory=lambda fields: 0.95 if fields.get("mode") == "tau" else None,
+        description="tau: a drafted token is kept while its score reaches this; 0.95 in tau mode, none in the others",
+    )
+    window: Window | None = Field(None, description="W, tokens per forward; null means the block size")
+
+    @model_validator(mode="after")
+    def _threshold_belongs_to_tau(self) -> Self:
+        if self.mode != "tau" and self.threshold is not None:
+            raise ValueError(f"no threshold with mode {self.mode}; it belongs to mode tau")
+        if self.mode == "tau" and self.threshold is None:
+            raise ValueError("a threshold with mode tau; leave it out for the default")
+        return self
+
+
+class DecodingSettings(RowDecodingSettings, EngineSettings):
+    """The decoding engine and the defaults of its rows."""
+
+
+class EvaluationDecodingSettings(AnswerSettings, EngineSettings):
+    """What all settings of an evaluation share; mode, threshold and window are its grid."""
+
+
+class ActorSettings(Settings):
+    """The pool of inference actors."""
+
+    num_actors: int = Field(1, ge=1, description="actors that hold a model")
+    num_cpus: float = Field(1.0, ge=0, description="logical CPUs of an actor")
+    num_gpus: float = Field(0.0, ge=0, description="GPUs of an actor")
+    max_restarts: int = Field(2, ge=0, description="how often the actor of one unit may die before the job fails")
+
+
+class PromptSettings(Settings):
+    """The prompt set: rows with an optional `id`, and `prompt` or `messages`; Parquet or JSONL."""
+
+    paths: tuple[str, ...] = Field((), description="prompt files, folders or globs; empty means the quickstart's")
+    id_column: str = Field("id", description="column with a unique string or integer; made from the position if absent")
+    prompt_column: str = Field("prompt", description="column with the prompt text")
+    messages_column: str = Field("messages", description="column with a list of {role, content}")
+    passthrough: tuple[str, ...] = Field((), description="input columns copied to the output")
+    rows_per_unit: int = Field(256, ge=1, description="rows of one work unit, which is one output file")
+
+
+class GenerateRecipe(Settings):
+    """Batch inference over a prompt set."""
+
+    model: str | None = Field(None, description="model folder; null means the newest quickstart checkpoint")
+    prompts: PromptSettings = PromptSettings()
+    output: str = Field("runs/generate", description="output folder")
+    decoding: DecodingSettings = DecodingSettings()
+    actors: ActorSettings = ActorSettings()
+    max_error_share: Share = Field(1.0, description="exit code 3 when more of the rows than this could not be done")
+    overwrite: bool = Field(False, description="delete an earlier output first")
+
+
+class EvaluateRecipe(Settings):
+    """Accuracy, tokens per forward and tokens per second at a grid of decoding settings."""
+
+    model: str | None = Field(None, description="model folder; null means the newest quickstart checkpoint")
+    prompts: PromptSettings = PromptSettings()
+    output: str = Field("runs/evaluate", description="folder for the report and the answers of each setting")
+    thresholds: tuple[Threshold, ...] = Field((0.95, 0.9, 0.7, 0.5), description="tau values beside one-token decoding")
+    windows: tuple[Window, ...] = Field((), description="windows W of each tau; empty means the block size")
+    decoding: EvaluationDecodingSettings = Field(
+        EvaluationDecodingSettings(), description="of all settings; mode, threshold and window come from the grid"
+    )
+    actors: ActorSettings = ActorSettings()
+    overwrite: bool = Field(False, description="delete an earlier output first")
