@@ -216,7 +216,9 @@ def _fields(settings: Settings, prefix: str) -> Iterator[tuple[str, FieldInfo, A
         if section is None or value is None:
             yield f"{prefix}{name}", field, value
         if section is not None:  # of one that is left out by default, what its fields would be
-            yield from _fields(value or section(), f"{prefix}{name}.")
+            inner = value or section()
+            assert isinstance(inner, Settings)
+            yield from _fields(inner, f"{prefix}{name}.")
 
 
 def _type_name(annotation: Any) -> str:
