@@ -18,7 +18,8 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 import pyarrow as pa
@@ -26,13 +27,13 @@ import ray.data
 
 from pipelines import storage
 from pipelines.sft_rows import PartWriter, RejectedWriter, encode_row
-from pipelines.sft_source import MalformedLine, Shard, inspect_shards, iterate_rows
+from pipelines.sft_source import MalformedLine, Shard, Source, inspect_shards, iterate_rows, list_sources
 from workers.chat import MALFORMED_LINE, Rejected, check_prompt_format
 from workers.config import DataSettings
 from workers.errors import InputError
 
 # Raise this when the same input would give other files.
-PREPARATION_VERSION = 1
+PREPARATION_VERSION = 2
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -44,14 +45,15 @@ TOKENIZER_FILES = (
     "merges.txt",
 )
 # Settings that do not change what a row becomes.
-SETTINGS_OF_THE_RUN = {"train", "max_rejected_share", "shuffle_window"}
+SETTINGS_OF_THE_RUN = {"train", "weights", "held_out", "max_held_out", "max_rejected_share", "shuffle_window"}
 
 
 @dataclass(frozen=True)
 class PreparedPart:
-    """One file of prepared rows; `num_response_tokens` are the tokens inside response spans."""
+    """One file of prepared rows of the shard with number `file`; `num_response_tokens` are the tokens inside response spans."""
 
     path: str
+    file: int
     num_rows: int
     num_tokens: int
     num_response_tokens: int
@@ -59,7 +61,11 @@ class PreparedPart:
 
 @dataclass(frozen=True)
 class PreparedIndex:
-    """All prepared rows. `parts` and `files` (the shards' paths, by number) are in the order of the sorted listing."""
+    """All prepared rows. `parts` and `files` (the shards' paths, by number) are in the order of the sorted listing.
+
+    `sources` are the entries of the setting that names the shards, with their weights; none means weight 1 for all. They are no
+    part of the prepared files.
+    """
 
     parts: tuple[PreparedPart, ...]
     num_rows: int
@@ -67,6 +73,7 @@ class PreparedIndex:
     reasons: dict[str, int]
     fingerprint: str
     files: tuple[str, ...]
+    sources: tuple[Source, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -106,6 +113,7 @@ def prepare_sft_data(
         InputError: a fault of the input files, more than `max_rejected_share` rejected, or no row left.
     """
     shards = inspect_shards(settings, paths, where)
+    sources = _sources(settings, paths, where, shards)
     fingerprint = _fingerprint(shards, settings, tokenizer_folder, mask_token_id, end_ids)
     index = _load_index(output, fingerprint)
     if index is None:
@@ -114,8 +122,19 @@ def prepare_sft_data(
         preparation = _Preparation(settings, tokenizer_folder, mask_token_id, end_ids, output)
         index = _merge(_prepare_shards(preparation, shards, report), shards, fingerprint, output)
         _save_index(index, output)
-    _check_rejected(index, settings, output)
-    return index
+    _check_rejected(index, settings, output, where)
+    return replace(index, sources=sources)
+
+
+def _sources(
+    settings: DataSettings, paths: Sequence[str] | None, where: str, shards: Sequence[Shard]
+) -> tuple[Source, ...]:
+    """The entries behind the shards, each with its weight."""
+    sources = list_sources(settings.train if paths is None else paths, settings.weights if paths is None else (), where)
+    changed = {file for source in sources for file in source.files} ^ {shard.path for shard in shards}
+    if changed:
+        raise InputError(min(changed), "a shard that came or went just now", "input that stays the same during a run")
+    return sources
 
 
 def _prepare_shards(
@@ -195,7 +214,7 @@ def _merge(done: dict[int, dict[str, Any]], shards: Sequence[Shard], fingerprint
     parts = []
     for number in range(len(shards)):
         reasons.update(done[number]["reasons"])
-        parts += [_part(output, entry) for entry in done[number]["parts"]]
+        parts += [_part(output, entry | {"file": number}) for entry in done[number]["parts"]]
     return PreparedIndex(
         parts=tuple(parts),
         num_rows=sum(part.num_rows for part in parts),
@@ -210,17 +229,17 @@ def _part(output: str, entry: dict[str, Any]) -> PreparedPart:
     return PreparedPart(**{**entry, "path": storage.join(output, "parts", entry["path"])})
 
 
-def _check_rejected(index: PreparedIndex, settings: DataSettings, output: str) -> None:
+def _check_rejected(index: PreparedIndex, settings: DataSettings, output: str, where: str) -> None:
     """Stops a run with too many rejected rows, or none left, with the table of reasons."""
     total = index.num_rows + index.num_rejected
-    too_many = index.num_rejected > settings.max_rejected_share * total
+    too_many = index.num_rejected > Fraction(str(settings.max_rejected_share)) * total  # 0.29 of 100 rows are 29
     if index.num_rows and not too_many:
         return
     table = "".join(f"\n  {count:>8}  {reason}" for reason, count in index.reasons.items())
     expected = "at least one good row" if not too_many else f"a share of at most {settings.max_rejected_share}"
     raise InputError(
-        "data.max_rejected_share" if too_many else "data.train",
-        f"{index.num_rejected} of {total} rows rejected:{table}\n",
+        "data.max_rejected_share" if too_many else where,
+        f"{index.num_rejected} of {total} rows of {where} rejected:{table}\n",
         expected,
         f"Each row is listed in {storage.join(output, 'rejected')}.",
     )
@@ -274,6 +293,7 @@ def _load_index(output: str, fingerprint: str) -> PreparedIndex | None:
 
 def _save_index(index: PreparedIndex, output: str) -> None:
     content = asdict(index)
+    del content["sources"]
     for entry in content["parts"]:
         entry["path"] = entry["path"].replace("\\", "/").rsplit("/", 1)[-1]  # the folder may move
     storage.publish_bytes(storage.join(output, "index.json"), json.dumps(content, indent=1).encode())

@@ -4,6 +4,8 @@ import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import pyarrow as pa
@@ -33,6 +35,40 @@ def list_shards(paths: Sequence[str], where: str = "data.train") -> tuple[Shard,
         InputError: as `list_row_files`.
     """
     return list_row_files(paths, where)
+
+
+@dataclass(frozen=True)
+class Source:
+    """One entry of `data.train`, its weight, and the paths of its shards."""
+
+    path: str
+    weight: Fraction
+    files: tuple[str, ...]
+
+
+def list_sources(paths: Sequence[str], weights: Sequence[float], where: str = "data.train") -> tuple[Source, ...]:
+    """The entries `paths` with their weights, 1 when there are none. A shard belongs to the first entry that reaches it.
+
+    Raises:
+        InputError: as `list_shards`; with weights, a shard that two entries reach.
+    """
+    # As typed: 0.1 is one tenth, not the binary fraction beside it.
+    exact = [Fraction(str(weight)) for weight in weights] or [Fraction(1)] * len(paths)
+    owners: dict[str, int] = {}
+    for number, path in enumerate(paths):
+        for shard in list_shards([path], where):
+            owner = owners.setdefault(shard.path, number)
+            if weights and owner != number:
+                raise InputError(
+                    "data.weights",
+                    f"{shard.path}, which both {paths[owner]!r} and {path!r} reach",
+                    f"each shard behind one entry of {where}, so that it has one weight",
+                    "Let the folders or globs exclude each other.",
+                )
+    return tuple(
+        Source(path, weight, tuple(sorted(file for file, owner in owners.items() if owner == number)))
+        for number, (path, weight) in enumerate(zip(paths, exact, strict=True))
+    )
 
 
 def inspect_shards(

@@ -118,7 +118,7 @@ def test_prompts_that_leave_no_label_stop_the_run(tmp_path: Path, tokenizer_fold
     write_lines(tmp_path / "in" / "a.jsonl", [turns("x" * 40, "abc")] * 3)
     with pytest.raises(InputError) as caught:
         prepare(tmp_path, tokenizer_folder, max_length=32)
-    assert "3 of 3 rows rejected" in str(caught.value)
+    assert "3 of 3 rows of data.train rejected" in str(caught.value)
     assert f"3  {chat.NO_LABEL_LEFT}" in str(caught.value)
     assert rejected_rows(tmp_path) == [("a.jsonl", row, chat.NO_LABEL_LEFT) for row in range(3)]
     with pytest.raises(InputError, match="at least one good row"):
