@@ -56,7 +56,7 @@ class TrainingInputs:
             InputError: names the shard, the column, the setting or the file of the model folder.
         """
         if not self._is_example:
-            for shard in inspect_shards(self._data):
+            for shard in inspect_shards(self._data, log_differences=True):
                 self._run.require_outside("data.train", shard.path)
             list_sources(self._data.train, self._data.weights)
         if self._model.path is not None:
