@@ -49,10 +49,10 @@ class PreparedPart:
     """One file of prepared rows of the shard with number `file`; `num_response_tokens` are the tokens inside response spans."""
 
     path: str
-    file: int
     num_rows: int
     num_tokens: int
     num_response_tokens: int
+    file: int = 0
 
 
 @dataclass(frozen=True)

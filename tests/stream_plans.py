@@ -10,7 +10,7 @@ from pipelines.sft_source import Source
 def index_of(part_rows: list[int], folder: Path = Path("/nowhere"), sources: tuple[Source, ...] = ()) -> PreparedIndex:
     """One part for each shard."""
     parts = tuple(
-        PreparedPart(str(folder / f"{i:05d}.parquet"), i, rows, 3 * rows, rows) for i, rows in enumerate(part_rows)
+        PreparedPart(str(folder / f"{i:05d}.parquet"), rows, 3 * rows, rows, file=i) for i, rows in enumerate(part_rows)
     )
     return PreparedIndex(parts, sum(part_rows), 0, {}, "fingerprint", tuple(map(str, range(len(parts)))), sources)
 
