@@ -85,6 +85,15 @@ def test_a_bad_row_is_listed_with_its_place_and_costs_no_other(
     assert listed["detail"]
 
 
+def test_a_detail_is_short_whatever_the_row_has(tmp_path: Path, tokenizer_folder: str) -> None:
+    """A role of a megabyte would stand in `rejected/`, and thousands of them in memory."""
+    write_lines(tmp_path / "in" / "a.jsonl", [{"messages": [{"role": "x" * 2**20, "content": "a"}]}])
+    _, (listed,) = prepare_here(tmp_path, tokenizer_folder)
+    assert listed["reason"] == chat.UNKNOWN_ROLE
+    assert "'xxx" in listed["detail"]
+    assert len(listed["detail"]) == 500
+
+
 def test_every_reason_has_a_row_here() -> None:
     covered = {reason for reason, _, _ in BAD_ROWS} | {chat.UNREADABLE_ROW}
     assert covered == set(chat.REJECTION_REASONS)
