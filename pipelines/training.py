@@ -17,11 +17,12 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from pipelines import cluster, storage
 from pipelines.manifest import identify_model
 from pipelines.metrics_board import MetricsBoard, ProgressFollower, read_metrics
+from pipelines.mixture import describe_sources
 from pipelines.paths import resolve
 from pipelines.progress import Progress
 from pipelines.reports import environment, publish_report
 from pipelines.run_folder import RunFolder
-from pipelines.sample_stream import StreamPlan
+from pipelines.sample_order import StreamPlan
 from pipelines.sft_data import PreparedIndex, prepare_sft_data
 from pipelines.sft_source import list_shards
 from pipelines.training_inputs import StartModel, TrainingInputs
@@ -91,7 +92,12 @@ def run_training(recipe: TrainRecipe, *, dry_run: bool = False) -> dict[str, Any
     report = {
         "model": start.folder,
         "stages": stage_reports,
-        "data": {"samples": index.num_rows, "rejected": index.num_rejected, "reasons": index.reasons},
+        "data": {
+            "samples": index.num_rows,
+            "rejected": index.num_rejected,
+            "reasons": index.reasons,
+            "sources": describe_sources(index),
+        },
         "train_seconds": round(time.time() - started, 1),
         "exit_code": 0,
         "environment": environment(),
@@ -128,6 +134,9 @@ def _prepare(inputs: TrainingInputs, run: RunFolder) -> tuple[StartModel, Prepar
     run.bind({"data.train": index.fingerprint, "model.path": identify_model(start.folder)})
     reasons = "".join(f", {count} {reason}" for reason, count in sorted(index.reasons.items()))
     _logger.info("data: %d samples, %d rejected rows%s", index.num_rows, index.num_rejected, reasons)
+    if data.weights:
+        for source in describe_sources(index):
+            _logger.info("data: %(path)s: %(rows)d samples x %(weight)g, %(samples_per_epoch)g an epoch", source)
     return start, index
 
 
@@ -177,7 +186,7 @@ def _run_stage(
     lines = read_metrics(run.join(stage.name, METRICS))
     return {
         "steps": plan.num_steps,
-        "epochs": round(plan.num_steps / plan.steps_per_epoch, 2),
+        "epochs": round(plan.epochs, 2),
         "first_loss": lines[0]["loss"],
         "final_loss": lines[-1]["loss"],
         "seconds": round(time.time() - started, 1),

@@ -8,7 +8,7 @@ from typing import Any
 from pipelines.paths import resolve
 from pipelines.quickstart_task import write_quickstart_data
 from pipelines.run_folder import RunFolder
-from pipelines.sft_source import inspect_shards, iterate_texts
+from pipelines.sft_source import inspect_shards, iterate_texts, list_sources
 from pipelines.tokenizer_training import create_model_folder, train_tokenizer
 from workers.chat import check_prompt_format
 from workers.config import DataSettings, ModelSettings
@@ -56,8 +56,9 @@ class TrainingInputs:
             InputError: names the shard, the column, the setting or the file of the model folder.
         """
         if not self._is_example:
-            for shard in inspect_shards(self._data):
+            for shard in inspect_shards(self._data, log_differences=True):
                 self._run.require_outside("data.train", shard.path)
+            list_sources(self._data.train, self._data.weights)
         if self._model.path is not None:
             self._run.require_outside("model.path", resolve(self._model.path))
             self._start_model(resolve(self._model.path))

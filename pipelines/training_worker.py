@@ -9,7 +9,8 @@ import ray.train
 import torch
 from ray.train.torch import get_device
 
-from pipelines.sample_stream import StreamPlan, rank_steps
+from pipelines.sample_order import StreamPlan
+from pipelines.sample_stream import rank_steps
 from workers.config import DistributedSettings, OptimizationSettings
 from workers.errors import InputError
 from workers.models.export import export_folder

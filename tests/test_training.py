@@ -71,8 +71,13 @@ def finished(ray_session, tmp_path_factory) -> tuple[Path, Path, dict]:
 
 
 def test_both_stages_leave_ordinary_model_folders(finished):
-    _, output, report = finished
-    assert report["data"] == {"samples": 40, "rejected": 1, "reasons": {"null content": 1}}
+    shard, output, report = finished
+    assert report["data"] == {
+        "samples": 40,
+        "rejected": 1,
+        "reasons": {"null content": 1},
+        "sources": [{"path": str(shard), "weight": 1.0, "rows": 40, "samples_per_epoch": 40.0}],
+    }
     for stage, block_size in (("sft", 1), ("mars", 4)):
         folder = output / stage / "model"
         settings = read_multi_token_settings(str(folder))
