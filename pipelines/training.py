@@ -31,6 +31,7 @@ from workers.config import OptimizationSettings, TrainMarsRecipe, TrainSftRecipe
 from workers.errors import InputError
 from workers.models.folder import MultiTokenSettings
 from workers.objectives.mars import MarsObjective
+from workers.training.deepspeed_options import check_deepspeed_options
 
 METRICS = "metrics.jsonl"
 _CPUS_FOR_RAY_DATA = 0.5  # workers stream their samples through tasks of it
@@ -77,6 +78,7 @@ def run_training(recipe: TrainRecipe, *, dry_run: bool = False) -> dict[str, Any
     if finished is not None and not dry_run:
         _logger.info("the run in %s is finished; run.overwrite=true would repeat it", run.path)
         return finished
+    check_deepspeed_options(recipe.distributed)
     inputs = TrainingInputs(recipe.model, recipe.data, recipe.run.seed, run)
     inputs.check()
     if dry_run:

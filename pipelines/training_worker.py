@@ -20,7 +20,8 @@ from workers.objectives.losses import LossModule
 from workers.objectives.mars import MarsObjective
 from workers.objectives.probe import check_two_streams
 from workers.training.checkpoint import load_training_state, save_training_state
-from workers.training.engine import build_engine, full_state_dict
+from workers.training.engine import build_engine
+from workers.training.weights import full_state_dict
 from workers.training.loop import Metrics, train
 
 
