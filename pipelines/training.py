@@ -79,7 +79,7 @@ def run_training(recipe: TrainRecipe, *, dry_run: bool = False) -> dict[str, Any
         _logger.info("the run in %s is finished; run.overwrite=true would repeat it", run.path)
         return finished
     check_deepspeed_options(recipe.distributed)
-    inputs = TrainingInputs(recipe.model, recipe.data, recipe.run.seed, run)
+    inputs = TrainingInputs(recipe.model, recipe.data, recipe.run.seed, run, lora=recipe.lora)
     inputs.check()
     if dry_run:
         return None
@@ -179,6 +179,7 @@ def _run_stage(
         ),
         has_trained_placeholder=start.has_trained_placeholder,
         add_mask_row=start.adds_mask_row,
+        lora=recipe.lora,
         seed=recipe.run.seed,
         log_every=recipe.run.log_every,
         checkpoint_every=recipe.run.checkpoint_every,

@@ -62,7 +62,9 @@ def check_written_weights(state: Mapping[str, Tensor], model: PreTrainedModel, f
     before = sum(magnitude(state[name]) for name in missing)
     after = sum(written[name].magnitude for name in renamed)
     if not agree(before, after, before + after) or bool(missing) != bool(renamed):
-        raise ExportError(f"{folder}: without {', '.join(missing) or 'nothing'}, but with {', '.join(renamed) or 'nothing'}")
+        raise ExportError(
+            f"{folder}: without {', '.join(missing) or 'nothing'}, but with {', '.join(renamed) or 'nothing'}"
+        )
     for name in shared.keys() - written.keys():
         _require_source(name, state, written, folder, shared)
 

@@ -98,11 +98,7 @@ ACCEPTED = (*_SCALARS, *_SECTIONS)
 
 
 def deepspeed_config(
-    optimization: OptimizationSettings,
-    distributed: DistributedSettings,
-    num_parameters: int,
-    *,
-    load_universal: bool = False,
+    optimization: OptimizationSettings, distributed: DistributedSettings, num_parameters: int
 ) -> dict[str, Any]:
     """DeepSpeed's own settings for one stage, `distributed.deepspeed` merged into them.
 
@@ -111,7 +107,6 @@ def deepspeed_config(
 
     Args:
         num_parameters: those that are trained.
-        load_universal: whether the engine will read a checkpoint that has been converted for another number of ranks.
     """
     own = {
         "train_micro_batch_size_per_gpu": 1,
@@ -122,7 +117,6 @@ def deepspeed_config(
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's own CPU Adam would have to be compiled
         "steps_per_print": 2**31,
-        "checkpoint": {"load_universal": load_universal},
         _ZERO: {
             "stage": distributed.zero_stage,
             "overlap_comm": False,

@@ -13,17 +13,11 @@ from workers.training.schedule import learning_rate_factor
 
 
 def build_engine(
-    module: nn.Module,
-    optimization: OptimizationSettings,
-    distributed: DistributedSettings,
-    num_steps: int,
-    *,
-    load_universal: bool = False,
+    module: nn.Module, optimization: OptimizationSettings, distributed: DistributedSettings, num_steps: int
 ) -> Any:
     """Wraps a loss module for ZeRO training with AdamW and the stage's schedule.
 
-    Needs an initialised process group. Parameters with `requires_grad=False` stay out of the optimizer. With `load_universal` the
-    engine reads checkpoints that have been converted for another number of ranks, and no others.
+    Needs an initialised process group. Parameters with `requires_grad=False` stay out of the optimizer.
     """
     import deepspeed
 
@@ -36,12 +30,7 @@ def build_engine(
         betas=optimization.betas,
         weight_decay=optimization.weight_decay,
     )
-    config = deepspeed_config(
-        optimization,
-        distributed,
-        num_parameters=sum(parameter.numel() for parameter in parameters),
-        load_universal=load_universal,
-    )
+    config = deepspeed_config(optimization, distributed, sum(parameter.numel() for parameter in parameters))
     if distributed.zero_stage == 0 and not distributed.use_gpu:
         # Without ZeRO and half precision DeepSpeed clips and forgets the norm; so it is done here.
         config["gradient_clipping"] = 0.0
