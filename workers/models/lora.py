@@ -23,11 +23,11 @@ def check_lora(lora: LoraSettings, folder: str) -> None:
     """Whether the model of a folder can be adapted as the settings say; reads its config only.
 
     Raises:
-        InputError: `peft` is missing, or a target is no linear layer of the decoder.
+        InputError: `peft` is missing, a target is no linear layer of the decoder, or the model cannot be adapted.
     """
     _import_peft()
     with torch.device("meta"):
-        _require_targets(
+        _require_adaptable(
             AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, local_files_only=True)), lora
         )
 
@@ -66,7 +66,7 @@ def merge_adapters(
 
 def _adapted(model: PreTrainedModel, lora: LoraSettings, trained_token_id: int | None, seed: int) -> "PeftModel":
     peft = _import_peft()
-    _require_targets(model, lora)
+    _require_adaptable(model, lora)
     config = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
@@ -81,7 +81,7 @@ def _adapted(model: PreTrainedModel, lora: LoraSettings, trained_token_id: int |
     return adapted
 
 
-def _require_targets(model: PreTrainedModel, lora: LoraSettings) -> None:
+def _require_adaptable(model: PreTrainedModel, lora: LoraSettings) -> None:
     head = model.get_output_embeddings()
     linear = {
         name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D) and module is not head
@@ -90,6 +90,11 @@ def _require_targets(model: PreTrainedModel, lora: LoraSettings) -> None:
         if not any(name == target or name.endswith(f".{target}") for name in linear):
             found = sorted({name.rpartition(".")[2] for name in linear})
             raise InputError("lora.target_modules", repr(target), f"linear layers of the decoder: {', '.join(found)}")
+    if model.all_tied_weights_keys and getattr(head, "bias", None) is not None:
+        # peft would apply the shared weights without it.
+        raise InputError(
+            "lora", f"a {model.config.model_type} model whose head shares the embedding and has a bias", "null"
+        )
 
 
 def _import_peft() -> Any:
