@@ -31,6 +31,7 @@ from workers.config import OptimizationSettings, TrainMarsRecipe, TrainSftRecipe
 from workers.errors import InputError
 from workers.models.folder import MultiTokenSettings
 from workers.objectives.mars import MarsObjective
+from workers.training.deepspeed_options import check_deepspeed_options
 
 METRICS = "metrics.jsonl"
 _CPUS_FOR_RAY_DATA = 0.5  # workers stream their samples through tasks of it
@@ -77,7 +78,8 @@ def run_training(recipe: TrainRecipe, *, dry_run: bool = False) -> dict[str, Any
     if finished is not None and not dry_run:
         _logger.info("the run in %s is finished; run.overwrite=true would repeat it", run.path)
         return finished
-    inputs = TrainingInputs(recipe.model, recipe.data, recipe.run.seed, run)
+    check_deepspeed_options(recipe.distributed)
+    inputs = TrainingInputs(recipe.model, recipe.data, recipe.run.seed, run, lora=recipe.lora)
     inputs.check()
     if dry_run:
         return None
@@ -177,6 +179,7 @@ def _run_stage(
         ),
         has_trained_placeholder=start.has_trained_placeholder,
         add_mask_row=start.adds_mask_row,
+        lora=recipe.lora,
         seed=recipe.run.seed,
         log_every=recipe.run.log_every,
         checkpoint_every=recipe.run.checkpoint_every,

@@ -11,7 +11,7 @@ from pipelines.run_folder import RunFolder
 from pipelines.sft_source import inspect_shards, iterate_texts, list_sources
 from pipelines.tokenizer_training import create_model_folder, train_tokenizer
 from workers.chat import check_prompt_format
-from workers.config import DataSettings, ModelSettings
+from workers.config import DataSettings, LoraSettings, ModelSettings
 from workers.errors import InputError
 from workers.models.folder import (
     MultiTokenSettings,
@@ -20,6 +20,7 @@ from workers.models.folder import (
     read_multi_token_settings,
 )
 from workers.models.loading import check_loadable
+from workers.models.lora import check_lora
 from workers.models.placeholder import find_placeholder
 
 _logger = logging.getLogger(__name__)
@@ -43,8 +44,10 @@ class StartModel:
 class TrainingInputs:
     """Data and start model of one run."""
 
-    def __init__(self, model: ModelSettings, data: DataSettings, seed: int, run: RunFolder) -> None:
-        self._model, self._seed, self._run = model, seed, run
+    def __init__(
+        self, model: ModelSettings, data: DataSettings, seed: int, run: RunFolder, *, lora: LoraSettings | None = None
+    ) -> None:
+        self._model, self._seed, self._run, self._lora = model, seed, run, lora
         self._is_example = not data.train
         shards = (run.join("example", "train"),) if self._is_example else tuple(resolve(path) for path in data.train)
         self._data = data.model_copy(update={"train": shards})
@@ -83,6 +86,8 @@ class TrainingInputs:
 
     def _start_model(self, folder: str) -> StartModel:
         check_loadable(folder)
+        if self._lora is not None:
+            check_lora(self._lora, folder)
         facts = inspect_model_folder(folder)
         tokenizer = load_tokenizer(folder)
         check_prompt_format(tokenizer, self._data.prompt_format, "data.prompt_format")

@@ -11,17 +11,19 @@ from ray.train.torch import get_device
 
 from pipelines.sample_order import StreamPlan
 from pipelines.sample_stream import rank_steps
-from workers.config import DistributedSettings, OptimizationSettings
+from workers.config import DistributedSettings, LoraSettings, OptimizationSettings
 from workers.errors import InputError
 from workers.models.export import export_folder
 from workers.models.folder import MultiTokenSettings, load_tokenizer
 from workers.models.loading import add_mask_row, init_mask_embedding, load_causal_lm
+from workers.models.lora import add_adapters, merge_adapters
 from workers.objectives.losses import LossModule
 from workers.objectives.mars import MarsObjective
 from workers.objectives.probe import check_two_streams
 from workers.training.checkpoint import load_training_state, save_training_state
-from workers.training.engine import build_engine, full_state_dict
+from workers.training.engine import build_engine
 from workers.training.loop import Metrics, train
+from workers.training.weights import full_state_dict
 
 
 @dataclass(frozen=True)
@@ -40,9 +42,15 @@ class StageJob:
     settings: MultiTokenSettings
     has_trained_placeholder: bool
     add_mask_row: bool
+    lora: LoraSettings | None
     seed: int
     log_every: int
     checkpoint_every: int
+
+    @property
+    def trained_token_id(self) -> int | None:
+        """The row of the embedding that is trained beside adapters: the placeholder's, where there are placeholders."""
+        return self.objective.mask_token_id if self.objective.block_size > 1 else None
 
 
 def run_stage(config: dict[str, Any]) -> None:
@@ -82,17 +90,31 @@ def run_stage(config: dict[str, Any]) -> None:
         on_metrics=post,
         on_checkpoint=lambda done, metrics: _save(engine, done, metrics),
     )
-    state = full_state_dict(engine, model, job.distributed.zero_stage)
+    try:
+        state = full_state_dict(engine, model, job.distributed.zero_stage)
+    except InputError as error:
+        if rank == 0:
+            ray.get(board.refuse.remote(error.args))
+        return
     if state is not None:
-        export_folder(state, model, load_tokenizer(job.start_model), job.settings, job.final_model)
+        _export(job, state, model)
 
 
-def _load_model(job: StageJob) -> Any:
+def _start_model(job: StageJob) -> Any:
+    """The model that the stage begins with, on the CPU, its placeholder ready."""
     model = load_causal_lm(job.start_model, dtype=torch.bfloat16 if job.distributed.use_gpu else torch.float32)
     if job.add_mask_row:
         add_mask_row(model)
     if job.objective.block_size > 1 and not job.has_trained_placeholder:
         init_mask_embedding(model, job.objective.mask_token_id)
+    return model
+
+
+def _load_model(job: StageJob) -> Any:
+    """The start model as it is trained: on its device, with adapters if so asked."""
+    model = _start_model(job)
+    if job.lora is not None:
+        add_adapters(model, job.lora, trained_token_id=job.trained_token_id, seed=job.seed)
     model.to(get_device())
     if job.objective.block_size > 1:
         check_two_streams(model)
@@ -107,6 +129,14 @@ def _restore(engine: Any) -> int:
         return 0
     with checkpoint.as_directory() as folder:
         return load_training_state(engine, Path(folder))
+
+
+def _export(job: StageJob, state: dict[str, torch.Tensor], model: Any) -> None:
+    """Writes the trained model; adapters are merged into the start model first, so that its folder is an ordinary one."""
+    if job.lora is not None:
+        model = merge_adapters(state, _start_model(job), job.lora, trained_token_id=job.trained_token_id)
+        state = model.state_dict()
+    export_folder(state, model, load_tokenizer(job.start_model), job.settings, job.final_model)
 
 
 def _save(engine: Any, num_steps_done: int, metrics: Metrics) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from pipelines.run_folder import RunFolder
-from workers.config import TrainSftRecipe
+from workers.config import DistributedSettings, TrainSftRecipe
 from workers.errors import InputError
 
 
@@ -32,3 +32,13 @@ def test_changed_inputs_are_refused_and_the_same_ones_are_not(tmp_path):
     run.bind({"data.train": "a", "model.path": "b"})
     with pytest.raises(InputError, match=r"model\.path"):
         run.bind({"data.train": "a", "model.path": "c"})
+
+
+def test_a_run_may_go_on_with_another_number_of_workers_but_no_other_zero_stage(tmp_path):
+    def run(**changes: int) -> RunFolder:
+        return RunFolder(str(tmp_path / "run"), TrainSftRecipe(distributed=DistributedSettings(**changes)))
+
+    run(num_workers=2).take(overwrite=False)
+    run(num_workers=3).check(overwrite=False)
+    with pytest.raises(InputError, match=r"distributed\.zero_stage: found 3; expected 2"):
+        run(num_workers=2, zero_stage=3).check(overwrite=False)
