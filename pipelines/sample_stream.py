@@ -169,7 +169,7 @@ def _run_windows(
             num_cpus=CPUS_PER_TASK,
         )
         for table in dataset.iter_batches(batch_size=None, batch_format="pyarrow"):
-            yield from _samples_of(table)
+            yield from samples_of(table)
 
 
 def _bytes_ahead(plan: StreamPlan, items: Sequence[dict[str, Any]]) -> float:
@@ -212,7 +212,8 @@ def _read_window(
     return merged.append_column("epoch", pa.array(np.full(merged.num_rows, window.epoch)))
 
 
-def _samples_of(table: pa.Table) -> Iterator[tuple[int, Sample]]:
+def samples_of(table: pa.Table) -> Iterator[tuple[int, Sample]]:
+    """Position and sample of each row: the columns of a part, and `position` and `epoch`."""
     columns = {name: table[name].combine_chunks() for name in table.column_names}
     for index in range(table.num_rows):
         # A copy: a view would keep the whole block in shared memory for as long as one sample lives.

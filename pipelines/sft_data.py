@@ -44,7 +44,7 @@ TOKENIZER_FILES = (
     "merges.txt",
 )
 # Settings that do not change what a row becomes.
-SETTINGS_OF_THE_RUN = {"train", "max_rejected_share", "shuffle_window"}
+SETTINGS_OF_THE_RUN = {"train", "weights", "held_out", "max_held_out", "max_rejected_share", "shuffle_window"}
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def prepare_sft_data(
         preparation = _Preparation(settings, tokenizer_folder, mask_token_id, end_ids, output)
         index = _merge(_prepare_shards(preparation, shards, report), shards, fingerprint, output)
         _save_index(index, output)
-    _check_rejected(index, settings, output)
+    _check_rejected(index, settings, output, where)
     return index
 
 
@@ -210,7 +210,7 @@ def _part(output: str, entry: dict[str, Any]) -> PreparedPart:
     return PreparedPart(**{**entry, "path": storage.join(output, "parts", entry["path"])})
 
 
-def _check_rejected(index: PreparedIndex, settings: DataSettings, output: str) -> None:
+def _check_rejected(index: PreparedIndex, settings: DataSettings, output: str, where: str) -> None:
     """Stops a run with too many rejected rows, or none left, with the table of reasons."""
     total = index.num_rows + index.num_rejected
     too_many = index.num_rejected > settings.max_rejected_share * total
@@ -219,8 +219,8 @@ def _check_rejected(index: PreparedIndex, settings: DataSettings, output: str) -
     table = "".join(f"\n  {count:>8}  {reason}" for reason, count in index.reasons.items())
     expected = "at least one good row" if not too_many else f"a share of at most {settings.max_rejected_share}"
     raise InputError(
-        "data.max_rejected_share" if too_many else "data.train",
-        f"{index.num_rejected} of {total} rows rejected:{table}\n",
+        "data.max_rejected_share" if too_many else where,
+        f"{index.num_rejected} of {total} rows rejected ({where}):{table}\n",
         expected,
         f"Each row is listed in {storage.join(output, 'rejected')}.",
     )

@@ -1,14 +1,17 @@
 """What runs on every rank of a training stage: Ray Train gives rank, restart and storage; the loop is in `workers`."""
 
-import tempfile
+import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import ray.train
 import torch
 from ray.train.torch import get_device
 
+from pipelines import storage
+from pipelines.checkpoint_store import CheckpointStore
+from pipelines.held_out import HeldOutPlan, held_out_samples
+from pipelines.metrics_board import StopFlag
 from pipelines.sample_stream import StreamPlan, rank_steps
 from workers.config import DistributedSettings, OptimizationSettings
 from workers.errors import InputError
@@ -18,8 +21,8 @@ from workers.models.loading import add_mask_row, init_mask_embedding, load_causa
 from workers.objectives.losses import LossModule
 from workers.objectives.mars import MarsObjective
 from workers.objectives.probe import check_two_streams
-from workers.training.checkpoint import load_training_state, save_training_state
 from workers.training.engine import build_engine, full_state_dict
+from workers.training.evaluation import HeldOut
 from workers.training.loop import Metrics, train
 
 
@@ -28,6 +31,7 @@ class StageJob:
     """All that a rank needs to know; made by the driver, the same on every rank.
 
     `start_model` is the folder to begin with, `final_model` the one to publish; `settings` travel with the final model.
+    `best_file` gets the metrics of the checkpoint that is published; None publishes the newest weights.
     """
 
     objective: MarsObjective
@@ -42,6 +46,8 @@ class StageJob:
     seed: int
     log_every: int
     checkpoint_every: int
+    held_out: HeldOutPlan | None
+    best_file: str | None
 
 
 def run_stage(config: dict[str, Any]) -> None:
@@ -49,7 +55,7 @@ def run_stage(config: dict[str, Any]) -> None:
     job: StageJob = config["job"]
     board = config["board"]
     context = ray.train.get_context()
-    rank, world_size = context.get_world_rank(), context.get_world_size()
+    rank = context.get_world_rank()
     if not job.distributed.use_gpu:
         torch.set_num_threads(1)  # ranks share the cores: more threads per rank only wait for each other
     torch.manual_seed(job.seed + rank)
@@ -61,15 +67,32 @@ def run_stage(config: dict[str, Any]) -> None:
         return
     module = LossModule(model, job.objective, job.optimization.head_chunk)
     engine = build_engine(module, job.optimization, job.distributed, job.plan.num_steps)
-    first_step = _restore(engine)
+    checkpoints = CheckpointStore(engine)
+    if _train(job, engine, checkpoints, board, rank, context.get_world_size()) == job.plan.num_steps:
+        _publish(job, engine, checkpoints, model)
+
+
+def _train(job: StageJob, engine: Any, checkpoints: CheckpointStore, board: Any, rank: int, world_size: int) -> int:
+    """Goes on from the newest checkpoint; returns the number of finished steps, which is not all of them after a stop signal."""
+    first_step = checkpoints.restore()
     if rank == 0:
         ray.get(board.restart.remote(first_step))
+    held_out = None
+    if job.held_out is not None:
+        held_out = HeldOut(
+            held_out_samples(job.held_out, rank, world_size),
+            engine,
+            job.objective,
+            job.optimization,
+            every=job.held_out.every,
+            at_checkpoints=job.best_file is not None,
+        )
 
     def post(metrics: Metrics) -> None:
         if rank == 0:
             ray.get(board.post.remote(metrics.as_dict()))
 
-    train(
+    return train(
         engine,
         job.objective,
         rank_steps(job.plan, rank, world_size, first_step),
@@ -79,8 +102,17 @@ def run_stage(config: dict[str, Any]) -> None:
         log_every=job.log_every,
         checkpoint_every=job.checkpoint_every,
         on_metrics=post,
-        on_checkpoint=lambda done, metrics: _save(engine, done, metrics),
+        on_checkpoint=checkpoints.save,
+        held_out=held_out,
+        should_stop=StopFlag(board) if rank == 0 else lambda: False,
     )
+
+
+def _publish(job: StageJob, engine: Any, checkpoints: CheckpointStore, model: Any) -> None:
+    """Exports the newest weights or, if the job asks for it, those of the best checkpoint."""
+    if job.best_file is not None:
+        best = checkpoints.restore_best()
+        storage.publish_bytes(job.best_file, json.dumps(best.as_dict()).encode())
     state = full_state_dict(engine, model, job.distributed.zero_stage)
     if state is not None:
         export_folder(state, model, load_tokenizer(job.start_model), job.settings, job.final_model)
@@ -98,23 +130,3 @@ def _load_model(job: StageJob) -> Any:
     if job.optimization.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model.train()
-
-
-def _restore(engine: Any) -> int:
-    checkpoint = ray.train.get_checkpoint()
-    if checkpoint is None:
-        return 0
-    with checkpoint.as_directory() as folder:
-        return load_training_state(engine, Path(folder))
-
-
-def _save(engine: Any, num_steps_done: int, metrics: Metrics) -> None:
-    """Every rank writes its share; Ray Train uploads them to one checkpoint and counts it once all have arrived."""
-    with tempfile.TemporaryDirectory(prefix="marsray-checkpoint-") as folder:
-        save_training_state(engine, Path(folder), num_steps_done=num_steps_done)
-        torch.distributed.barrier()
-        ray.train.report(
-            metrics.as_dict(),
-            checkpoint=ray.train.Checkpoint.from_directory(folder),
-            checkpoint_dir_name=f"step-{num_steps_done:08d}",
-        )
