@@ -1,6 +1,8 @@
 """The checkpoints of a stage: every rank writes its share, and Ray Train keeps the books of those that are whole."""
 
 import hashlib
+import json
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -9,10 +11,17 @@ from typing import Any
 import pyarrow.fs
 import ray.train
 import torch.distributed as dist
-from ray.train import Checkpoint, CheckpointConsistencyMode, CheckpointUploadMode
+from ray.train import Checkpoint, CheckpointConsistencyMode, CheckpointUploadMode, ReportedCheckpoint
 
+from pipelines import storage
 from workers.training.checkpoint import load_training_state, save_training_state
 from workers.training.loop import Metrics
+
+_NAME = re.compile(r"step-\d+")
+_BOOKS, _COPY = (
+    "checkpoint_manager_snapshot.json",
+    "checkpoint_manager_snapshot.before.json",
+)  # the first is Ray Train's name
 
 
 class CheckpointStore:
@@ -32,14 +41,15 @@ class CheckpointStore:
         shutil.rmtree(self._staging, ignore_errors=True)
 
     def restore(self) -> int:
-        """Loads the newest checkpoint, if there is one; returns the number of finished steps."""
+        """Loads the newest checkpoint, if there is one; returns the number of finished steps. Deletes what is no whole one."""
         checkpoint = ray.train.get_checkpoint()
+        if dist.get_rank() == 0:
+            self._delete_unknown()
         return 0 if checkpoint is None else self._load(checkpoint)
 
     def restore_best(self) -> Metrics:
         """Loads the checkpoint with the lowest held-out loss, and returns the metrics that were saved with it."""
-        reported = ray.train.get_all_reported_checkpoints(consistency_mode=CheckpointConsistencyMode.COMMITTED)
-        best = reported[-1]  # Ray Train has them in the order of their score, NaN first
+        best = self._known()[-1]  # Ray Train has them in the order of their score, NaN first
         self._load(best.checkpoint)
         return Metrics(**best.metrics)
 
@@ -57,6 +67,9 @@ class CheckpointStore:
             pyarrow.fs.copy_files(str(folder), path, destination_filesystem=self._storage.storage_filesystem)
             shutil.rmtree(folder)
         dist.barrier()
+        if dist.get_rank() == 0 and self._is_local:
+            self._known()  # waits until Ray Train has done with the checkpoint before
+            keep_books(Path(self._storage.experiment_fs_path))
         ray.train.report(
             metrics.as_dict(),
             checkpoint=Checkpoint(path, self._storage.storage_filesystem),
@@ -64,6 +77,41 @@ class CheckpointStore:
             checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD,
         )
 
+    def _known(self) -> list[ReportedCheckpoint]:
+        return ray.train.get_all_reported_checkpoints(consistency_mode=CheckpointConsistencyMode.COMMITTED)
+
+    def _delete_unknown(self) -> None:
+        filesystem = self._storage.storage_filesystem
+        known = {Path(reported.checkpoint.path).name for reported in self._known()}
+        for info in filesystem.get_file_info(pyarrow.fs.FileSelector(self._storage.experiment_fs_path)):
+            if _NAME.fullmatch(info.base_name) and info.base_name not in known:
+                filesystem.delete_dir(info.path)
+
     def _load(self, checkpoint: Checkpoint) -> int:
         with checkpoint.as_directory() as folder:
             return load_training_state(self._engine, Path(folder))
+
+
+def keep_books(folder: Path) -> None:
+    """Copies Ray Train's list of checkpoints, which it is not to be writing meanwhile, for `mend_books`."""
+    if (folder / _BOOKS).exists():
+        storage.publish_file(str(folder / _BOOKS), str(folder / _COPY))
+
+
+def mend_books(folder: str) -> None:
+    """Brings back the last whole version of Ray Train's list of checkpoints, when a kill has cut short the writing of a new one.
+
+    Call it before Ray Train looks at `folder`, the one of the checkpoints. Ray Train writes the list in place, and refuses a broken
+    one. It deletes checkpoints only after a new list is written, so all that the one before names are still there. On S3 a list
+    appears as a whole.
+    """
+    books, copy = Path(folder) / _BOOKS, Path(folder) / _COPY
+    if not books.exists():
+        return
+    try:
+        json.loads(books.read_text())
+    except ValueError:
+        if copy.exists():
+            storage.publish_file(str(copy), str(books))
+        else:  # the very first one
+            books.unlink()

@@ -17,6 +17,7 @@ from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from pipelines import cluster, storage
+from pipelines.checkpoint_store import mend_books
 from pipelines.held_out import HeldOutPlan
 from pipelines.manifest import identify_model
 from pipelines.metrics_board import MetricsBoard, ProgressFollower, read_metrics
@@ -24,6 +25,7 @@ from pipelines.paths import resolve
 from pipelines.progress import Progress
 from pipelines.reports import environment, publish_report
 from pipelines.run_folder import RunFolder
+from pipelines.run_lock import RunLock
 from pipelines.sample_stream import StreamPlan
 from pipelines.sft_data import PreparedIndex, prepare_sft_data
 from pipelines.sft_source import list_shards
@@ -35,7 +37,7 @@ from workers.errors import InputError, Stopped
 from workers.models.folder import MultiTokenSettings
 from workers.objectives.mars import MarsObjective
 
-METRICS, BEST = "metrics.jsonl", "best.json"
+METRICS, BEST, CHECKPOINTS = "metrics.jsonl", "best.json", "checkpoints"
 _CPUS_FOR_RAY_DATA = 0.5  # workers stream their samples through tasks of it
 _logger = logging.getLogger(__name__)
 TrainRecipe = TrainSftRecipe | TrainMarsRecipe
@@ -84,7 +86,7 @@ def run_training(recipe: TrainRecipe, *, dry_run: bool = False) -> dict[str, Any
     inputs.check()
     if dry_run:
         return None
-    with StopSignals() as signals:
+    with StopSignals() as signals, RunLock(str(run.path)):
         return _train(recipe, run, inputs, signals)
 
 
@@ -238,6 +240,7 @@ def _fit(recipe: TrainRecipe, folder: str, job: StageJob, signals: StopSignals) 
     distributed = recipe.distributed
     _logger.info("starting %d workers; on CPUs the first step takes about half a minute", distributed.num_workers)
     resources = {"CPU": distributed.cpus_per_worker} | ({"GPU": 1.0} if distributed.use_gpu else {})
+    mend_books(storage.join(folder, CHECKPOINTS))
     board = MetricsBoard.remote(storage.join(folder, METRICS))  # type: ignore[attr-defined]
     trainer = TorchTrainer(
         run_stage,
@@ -247,7 +250,7 @@ def _fit(recipe: TrainRecipe, folder: str, job: StageJob, signals: StopSignals) 
             num_workers=distributed.num_workers, use_gpu=distributed.use_gpu, resources_per_worker=resources
         ),
         run_config=RunConfig(
-            name="checkpoints",
+            name=CHECKPOINTS,
             storage_path=folder,
             failure_config=FailureConfig(max_failures=distributed.max_failures),
             checkpoint_config=CheckpointConfig(
