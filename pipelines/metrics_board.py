@@ -29,11 +29,9 @@ class MetricsBoard:
         self._path = Path(path)
         self._lines = read_metrics(path)
         self._refusal: tuple[str, ...] | None = None
-        self._has_started = self._is_stopping = False
 
     def restart(self, step: int) -> None:
         """A worker group starts after `step` finished steps: what an earlier group did beyond them is done again."""
-        self._has_started = True
         self._lines = [line for line in self._lines if line["step"] <= step]
         storage.publish_bytes(str(self._path), "".join(map(_as_json, self._lines)).encode())
 
@@ -54,30 +52,6 @@ class MetricsBoard:
     def refusal(self) -> tuple[str, ...] | None:
         """Why the stage has not started, if it has not."""
         return self._refusal
-
-    def stop(self) -> bool:
-        """Asks the workers to end after a step; returns whether they have begun to train, and will hear it."""
-        self._is_stopping = True
-        return self._has_started
-
-    def is_stopping(self) -> bool:
-        """Whether the workers should end."""
-        return self._is_stopping
-
-
-class StopFlag:
-    """Whether the board says stop, asked without waiting: what it said to the last question that it has answered."""
-
-    def __init__(self, board: Any) -> None:
-        self._board = board
-        self._answer = board.is_stopping.remote()
-
-    def __call__(self) -> bool:
-        if not ray.wait([self._answer], timeout=0)[0]:
-            return False
-        is_stopping: bool = ray.get(self._answer)
-        self._answer = self._board.is_stopping.remote()
-        return is_stopping
 
 
 def _as_json(line: dict[str, Any]) -> str:

@@ -29,6 +29,7 @@ from pipelines.run_lock import RunLock
 from pipelines.sample_stream import StreamPlan
 from pipelines.sft_data import PreparedIndex, prepare_sft_data
 from pipelines.sft_source import list_shards
+from pipelines.stop_board import start_stop_board
 from pipelines.stop_signals import StopSignals
 from pipelines.training_inputs import StartModel, TrainingInputs
 from pipelines.training_worker import StageJob, run_stage
@@ -242,9 +243,10 @@ def _fit(recipe: TrainRecipe, folder: str, job: StageJob, signals: StopSignals) 
     resources = {"CPU": distributed.cpus_per_worker} | ({"GPU": 1.0} if distributed.use_gpu else {})
     mend_books(storage.join(folder, CHECKPOINTS))
     board = MetricsBoard.remote(storage.join(folder, METRICS))  # type: ignore[attr-defined]
+    stop_board = start_stop_board()
     trainer = TorchTrainer(
         run_stage,
-        train_loop_config={"job": job, "board": board},
+        train_loop_config={"job": job, "board": board, "stop_board": stop_board},
         torch_config=TorchConfig(backend="nccl" if distributed.use_gpu else "gloo"),
         scaling_config=ScalingConfig(
             num_workers=distributed.num_workers, use_gpu=distributed.use_gpu, resources_per_worker=resources
@@ -262,7 +264,7 @@ def _fit(recipe: TrainRecipe, folder: str, job: StageJob, signals: StopSignals) 
     )
 
     def stop(name: str) -> None:
-        if not ray.get(board.stop.remote()):
+        if not ray.get(stop_board.stop.remote()):
             raise Stopped(f"stopped by {name} before the workers of {job.settings.objective} had begun")
         _logger.info("%s: a checkpoint after this step, then the end", name)
 

@@ -11,8 +11,8 @@ from ray.train.torch import get_device
 from pipelines import storage
 from pipelines.checkpoint_store import CheckpointStore
 from pipelines.held_out import HeldOutPlan, held_out_samples
-from pipelines.metrics_board import StopFlag
 from pipelines.sample_stream import StreamPlan, rank_steps
+from pipelines.stop_board import StopFlag
 from workers.config import DistributedSettings, OptimizationSettings
 from workers.errors import InputError
 from workers.models.export import export_folder
@@ -51,7 +51,7 @@ class StageJob:
 
 
 def run_stage(config: dict[str, Any]) -> None:
-    """The training function of Ray Train. `config` holds the `StageJob` under `job` and the `MetricsBoard` under `board`."""
+    """The training function of Ray Train. `config` has the `StageJob` under `job`, the `MetricsBoard` under `board`, and `stop_board`."""
     job: StageJob = config["job"]
     board = config["board"]
     context = ray.train.get_context()
@@ -68,12 +68,15 @@ def run_stage(config: dict[str, Any]) -> None:
     module = LossModule(model, job.objective, job.optimization.head_chunk)
     engine = build_engine(module, job.optimization, job.distributed, job.plan.num_steps)
     checkpoints = CheckpointStore(engine)
-    if _train(job, engine, checkpoints, board, rank, context.get_world_size()) == job.plan.num_steps:
+    num_steps_done = _train(config, engine, checkpoints, rank, context.get_world_size())
+    if num_steps_done == job.plan.num_steps:
         _publish(job, engine, checkpoints, model)
 
 
-def _train(job: StageJob, engine: Any, checkpoints: CheckpointStore, board: Any, rank: int, world_size: int) -> int:
+def _train(config: dict[str, Any], engine: Any, checkpoints: CheckpointStore, rank: int, world_size: int) -> int:
     """Goes on from the newest checkpoint; returns the number of finished steps, which is not all of them after a stop signal."""
+    job: StageJob = config["job"]
+    board = config["board"]
     first_step = checkpoints.restore()
     if rank == 0:
         ray.get(board.restart.remote(first_step))
@@ -104,7 +107,7 @@ def _train(job: StageJob, engine: Any, checkpoints: CheckpointStore, board: Any,
         on_metrics=post,
         on_checkpoint=checkpoints.save,
         held_out=held_out,
-        should_stop=StopFlag(board) if rank == 0 else lambda: False,
+        should_stop=StopFlag(config["stop_board"]) if rank == 0 else lambda: False,
     )
 
 
