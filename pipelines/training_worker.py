@@ -51,7 +51,7 @@ class StageJob:
 
 
 def run_stage(config: dict[str, Any]) -> None:
-    """The training function of Ray Train. `config` has the `StageJob` under `job`, the `MetricsBoard` under `board`, and `stop_board`."""
+    """The training function of Ray Train. `config` has a `StageJob` (`job`), its `MetricsBoard` (`board`) and its `stop_board`."""
     job: StageJob = config["job"]
     board = config["board"]
     context = ray.train.get_context()
