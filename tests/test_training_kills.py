@@ -129,7 +129,7 @@ def test_each_sample_is_trained_on_once_in_an_epoch(survived):
 def prepared(job: list[str], where: str, folder: Path) -> PreparedIndex:
     """The samples as the run has prepared them."""
     recipe = recipe_of(*job)
-    settings = read_multi_token_settings(recipe.model.path)
+    settings = read_multi_token_settings(str(folder.parent / "mars" / "model"))
     return prepare_sft_data(
         recipe.data,
         tokenizer_folder=recipe.model.path,
