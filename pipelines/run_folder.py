@@ -18,6 +18,7 @@ _FREE_FIELDS = {
     "run.output",
     "data.max_rejected_share",
     "run.log_every",
+    "run.evaluate_every",
     "run.checkpoint_every",
     "run.num_to_keep",
     "run.overwrite",

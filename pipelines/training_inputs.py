@@ -1,6 +1,7 @@
 """What a training run starts from: SFT shards and a model folder, both checked first, both made when the user has none."""
 
 import logging
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from pipelines.paths import resolve
 from pipelines.quickstart_task import write_quickstart_data
 from pipelines.run_folder import RunFolder
 from pipelines.sft_source import inspect_shards, iterate_texts, list_sources
+from pipelines.storage import is_s3
 from pipelines.tokenizer_training import create_model_folder, train_tokenizer
 from workers.chat import check_prompt_format
 from workers.config import DataSettings, LoraSettings, ModelSettings
@@ -50,7 +52,8 @@ class TrainingInputs:
         self._model, self._seed, self._run, self._lora = model, seed, run, lora
         self._is_example = not data.train
         shards = (run.join("example", "train"),) if self._is_example else tuple(resolve(path) for path in data.train)
-        self._data = data.model_copy(update={"train": shards})
+        held_out = tuple(resolve(path) for path in data.held_out)
+        self._data = data.model_copy(update={"train": shards, "held_out": held_out})
 
     def check(self) -> None:
         """Looks at shards and model folder without writing anything.
@@ -58,13 +61,24 @@ class TrainingInputs:
         Raises:
             InputError: names the shard, the column, the setting or the file of the model folder.
         """
-        if not self._is_example:
-            for shard in inspect_shards(self._data, log_differences=True):
-                self._run.require_outside("data.train", shard.path)
+        shards = () if self._is_example else inspect_shards(self._data, log_differences=True)
+        for shard in shards:
+            self._run.require_outside("data.train", shard.path)
+        if shards:
             list_sources(self._data.train, self._data.weights)
+        if self._data.held_out:
+            self._check_held_out({_real_path(shard.path) for shard in shards})
         if self._model.path is not None:
             self._run.require_outside("model.path", resolve(self._model.path))
             self._start_model(resolve(self._model.path))
+
+    def _check_held_out(self, trained: set[str]) -> None:
+        for shard in inspect_shards(self._data, self._data.held_out, "data.held_out"):
+            self._run.require_outside("data.held_out", shard.path)
+            if _real_path(shard.path) in trained:
+                raise InputError(
+                    "data.held_out", f"{shard.path}, which data.train names too", "shards that are never trained on"
+                )
 
     def materialize(self) -> tuple[StartModel, DataSettings]:
         """The start model and the settings of the data, both on disk now."""
@@ -114,3 +128,7 @@ class TrainingInputs:
                 repr(wanted),
                 f"id {earlier.mask_token_id} or `auto`: {folder} has been trained with that placeholder",
             )
+
+
+def _real_path(path: str) -> str:
+    return path if is_s3(path) else os.path.realpath(path)

@@ -60,16 +60,26 @@ class StepShape:
     num_micro_batches: int
     num_chunks: int
     num_response_tokens: int
+    is_last: bool
 
 
-def agree_on_step(num_micro_batches: int, num_chunks: int, num_response_tokens: int, device: torch.device) -> StepShape:
+def agree_on_step(
+    num_micro_batches: int,
+    num_chunks: int,
+    num_response_tokens: int,
+    device: torch.device,
+    *,
+    should_stop: bool = False,
+) -> StepShape:
     """All-reduces one rank's needs to those of the whole step: maxima of the passes, the sum of the supervised tokens.
 
-    Without it a rank with fewer rows would miss a collective, and the run would hang.
+    Without it a rank with fewer rows would miss a collective, and the run would hang. The step is the last one for all ranks when
+    one of them has been told to stop.
     """
-    mine = torch.tensor([num_micro_batches, num_chunks, num_response_tokens], dtype=torch.int64, device=device)
-    world = torch.empty(dist.get_world_size() * 3, dtype=torch.int64, device=device)
+    needs = [num_micro_batches, num_chunks, num_response_tokens, int(should_stop)]
+    mine = torch.tensor(needs, dtype=torch.int64, device=device)
+    world = torch.empty(dist.get_world_size() * len(needs), dtype=torch.int64, device=device)
     dist.all_gather_into_tensor(world, mine)
-    everyone = world.view(-1, 3).tolist()  # sync: one small copy to the host per step
-    micro_batches, chunks, tokens = zip(*everyone, strict=True)
-    return StepShape(max(micro_batches), max(chunks), sum(tokens))
+    everyone = world.view(-1, len(needs)).tolist()  # sync: one small copy to the host per step
+    micro_batches, chunks, tokens, stops = zip(*everyone, strict=True)
+    return StepShape(max(micro_batches), max(chunks), sum(tokens), any(stops))
