@@ -20,6 +20,9 @@ _FREE_FIELDS = {
     "run.evaluate_every",
     "run.checkpoint_every",
     "run.num_to_keep",
+    "run.tensorboard",
+    "run.tracker",
+    "run.tracker_project",
     "run.overwrite",
     "distributed.max_failures",
 }
