@@ -20,7 +20,8 @@ from pipelines import cluster, storage
 from pipelines.checkpoint_store import mend_books
 from pipelines.held_out import HeldOutPlan
 from pipelines.manifest import identify_model
-from pipelines.metrics_board import MetricsBoard, ProgressFollower, read_metrics
+from pipelines.metrics_board import GROUPS, METRICS, BoardSettings, read_groups
+from pipelines.metrics_file import read_metrics
 from pipelines.mixture import describe_sources
 from pipelines.paths import resolve
 from pipelines.progress import Progress
@@ -30,9 +31,13 @@ from pipelines.run_lock import RunLock
 from pipelines.sample_order import StreamPlan
 from pipelines.sft_data import PreparedIndex, prepare_sft_data
 from pipelines.sft_source import list_shards
+from pipelines.stage_summary import describe_pace, summarize_stage
+from pipelines.stage_watch import StageWatch
 from pipelines.stop_board import start_stop_board
 from pipelines.stop_signals import StopSignals
+from pipelines.trackers import check_tracker, tracker_settings
 from pipelines.training_inputs import StartModel, TrainingInputs
+from pipelines.training_page import TrainingPage, flat_config
 from pipelines.training_worker import StageJob, run_stage
 from workers.config import OptimizationSettings, TrainMarsRecipe, TrainSftRecipe
 from workers.errors import InputError, Stopped
@@ -40,7 +45,7 @@ from workers.models.folder import MultiTokenSettings
 from workers.objectives.mars import MarsObjective
 from workers.training.deepspeed_options import check_deepspeed_options
 
-METRICS, BEST, CHECKPOINTS = "metrics.jsonl", "best.json", "checkpoints"
+BEST, CHECKPOINTS = "best.json", "checkpoints"
 _CPUS_FOR_RAY_DATA = 0.5  # workers stream their samples through tasks of it
 _logger = logging.getLogger(__name__)
 TrainRecipe = TrainSftRecipe | TrainMarsRecipe
@@ -86,6 +91,7 @@ def run_training(recipe: TrainRecipe, *, dry_run: bool = False) -> dict[str, Any
         _logger.info("the run in %s is finished; run.overwrite=true would repeat it", run.path)
         return finished
     check_deepspeed_options(recipe.distributed)
+    check_tracker(recipe.run)
     inputs = TrainingInputs(recipe.model, recipe.data, recipe.run.seed, run, lora=recipe.lora)
     inputs.check()
     if dry_run:
@@ -100,24 +106,29 @@ def _train(recipe: TrainRecipe, run: RunFolder, inputs: TrainingInputs, signals:
     _connect(recipe, run)
     signals.install()  # Ray has taken SIGTERM for itself
     run.take(overwrite=recipe.run.overwrite)
-    start, index, held_out = _prepare(inputs, run)
-    stage_reports = {}
-    for stage in stages_of(recipe):
-        job = _stage_job(recipe, run, stage, start, index, held_out)
-        stage_reports[stage.name] = _run_stage(recipe, run.join(stage.name), job, signals)
-        start = start.after(stage.name, job.final_model)
-    report = {
-        "model": start.folder,
-        "stages": stage_reports,
-        "data": {
+    model = recipe.model.path or f"new {recipe.model.from_scratch.architecture}"
+    with TrainingPage(run.join(), recipe, model, environment()) as page:
+        start, index, held_out = _prepare(inputs, run)
+        data = {
             "samples": index.num_rows,
             "rejected": index.num_rejected,
             "reasons": index.reasons,
             "sources": describe_sources(index),
-        },
+        }
+        page.set_data(data)
+        stage_reports = {}
+        for stage in stages_of(recipe):
+            job = _stage_job(recipe, run, stage, start, index, held_out)
+            stage_reports[stage.name] = _run_stage(recipe, run, job, signals, page)
+            start = start.after(stage.name, job.final_model)
+    report = {
+        "model": start.folder,
+        "stages": stage_reports,
+        "data": data,
         "train_seconds": round(time.time() - started, 1),
         "exit_code": 0,
         "environment": environment(),
+        "page": page.path,
     }
     publish_report(run.report_path, report)
     return report
@@ -214,77 +225,83 @@ def _stage_job(
     )
 
 
-def _run_stage(recipe: TrainRecipe, folder: str, job: StageJob, signals: StopSignals) -> dict[str, Any]:
+def _run_stage(
+    recipe: TrainRecipe, run: RunFolder, job: StageJob, signals: StopSignals, page: TrainingPage
+) -> dict[str, Any]:
     """Trains one stage, or finds it done, and returns its part of the report."""
     started = time.time()
+    plan, folder = job.plan, run.join(job.settings.objective)
+    page.add_stage(
+        job.settings.objective,
+        num_steps=plan.num_steps,
+        epochs=plan.epochs,
+        model=job.final_model,
+    )
     if not Path(job.final_model).exists():
-        _fit(recipe, folder, job, signals)
+        _fit(recipe, run, job, signals, page)
     lines = read_metrics(storage.join(folder, METRICS))
-    best = json.loads(storage.read_bytes(job.best_file)) if job.best_file is not None else None
+    summary = summarize_stage(lines, read_groups(storage.join(folder, GROUPS)))
+    if summary["held_out"] is not None:
+        summary["held_out"] |= _published(job, plan.num_steps)
     return {
-        "steps": job.plan.num_steps,
-        "epochs": round(job.plan.epochs, 2),
-        "first_loss": lines[0]["loss"],
-        "final_loss": lines[-1]["loss"],
+        "steps": plan.num_steps,
+        "epochs": round(plan.epochs, 2),
+        **summary,
         "seconds": round(time.time() - started, 1),
         "model": job.final_model,
-        "last_metrics": lines[-1],
-        "held_out": _held_out_report(lines, best),
+        "last_metrics": lines[-1] if lines else None,
     }
 
 
-def _held_out_report(lines: Sequence[dict[str, Any]], published: dict[str, Any] | None) -> dict[str, Any] | None:
-    """First, last and lowest held-out loss of a stage; with `run.keep=best` the lowest one of a checkpoint, the published one."""
-    evaluated = [line for line in lines if line["held_out_loss"] is not None]
-    if not evaluated:
-        return None
-    best = published or min(evaluated, key=lambda line: line["held_out_loss"])
-    return {
-        "first_loss": evaluated[0]["held_out_loss"],
-        "final_loss": evaluated[-1]["held_out_loss"],
-        "best_loss": best["held_out_loss"],
-        "best_step": best["step"],
-        "published_step": published["step"] if published else lines[-1]["step"],
-    }
+def _published(job: StageJob, num_steps: int) -> dict[str, Any]:
+    """Which weights the stage has published: the newest, or with `run.keep=best` those of the checkpoint with the lowest loss."""
+    if job.best_file is None:
+        return {"published_step": num_steps}
+    best = json.loads(storage.read_bytes(job.best_file))
+    return {"best_loss": best["held_out_loss"], "best_step": best["step"], "published_step": best["step"]}
 
 
-def _fit(recipe: TrainRecipe, folder: str, job: StageJob, signals: StopSignals) -> None:
-    """One stage through Ray Train, from its newest checkpoint in `folder` if there is one."""
+def _fit(recipe: TrainRecipe, run: RunFolder, job: StageJob, signals: StopSignals, page: TrainingPage) -> None:
+    """One stage through Ray Train, from its newest checkpoint if there is one."""
     distributed = recipe.distributed
+    stage = job.settings.objective
+    folder = run.join(stage)
     _logger.info("starting %d workers; on CPUs the first step takes about half a minute", distributed.num_workers)
     resources = {"CPU": distributed.cpus_per_worker} | ({"GPU": 1.0} if distributed.use_gpu else {})
     mend_books(storage.join(folder, CHECKPOINTS))
-    board = MetricsBoard.remote(storage.join(folder, METRICS))  # type: ignore[attr-defined]
     stop_board = start_stop_board()
-    trainer = TorchTrainer(
-        run_stage,
-        train_loop_config={"job": job, "board": board, "stop_board": stop_board},
-        torch_config=TorchConfig(backend="nccl" if distributed.use_gpu else "gloo"),
-        scaling_config=ScalingConfig(
-            num_workers=distributed.num_workers, use_gpu=distributed.use_gpu, resources_per_worker=resources
-        ),
-        run_config=RunConfig(
-            name=CHECKPOINTS,
-            storage_path=folder,
-            failure_config=FailureConfig(max_failures=distributed.max_failures),
-            checkpoint_config=CheckpointConfig(
-                num_to_keep=recipe.run.num_to_keep,
-                checkpoint_score_attribute="held_out_loss" if job.best_file is not None else None,
-                checkpoint_score_order="min",
-            ),
+    run_config = RunConfig(
+        name=CHECKPOINTS,
+        storage_path=folder,
+        failure_config=FailureConfig(max_failures=distributed.max_failures),
+        checkpoint_config=CheckpointConfig(
+            num_to_keep=recipe.run.num_to_keep,
+            checkpoint_score_attribute="held_out_loss" if job.best_file is not None else None,
+            checkpoint_score_order="min",
         ),
     )
+    tracker = tracker_settings(recipe.run, run.join(), flat_config(recipe))
+    board_settings = BoardSettings(stage, folder, recipe.run.tensorboard, tracker)
+    pace = describe_pace(job.plan, distributed.num_workers)
+    with StageWatch(board_settings, num_steps=job.plan.num_steps, pace=pace, make_page=page.refresh) as watch:
+        trainer = TorchTrainer(
+            run_stage,
+            train_loop_config={"job": job, "board": watch.board, "stop_board": stop_board},
+            torch_config=TorchConfig(backend="nccl" if distributed.use_gpu else "gloo"),
+            scaling_config=ScalingConfig(
+                num_workers=distributed.num_workers, use_gpu=distributed.use_gpu, resources_per_worker=resources
+            ),
+            run_config=run_config,
+        )
 
-    def stop(name: str) -> None:
-        if not ray.get(stop_board.stop.remote()):
-            raise Stopped(f"stopped by {name} before the workers of {job.settings.objective} had begun")
-        _logger.info("%s: a checkpoint after this step, then the end", name)
+        def stop(name: str) -> None:
+            if not ray.get(stop_board.stop.remote()):
+                raise Stopped(f"stopped by {name} before the workers of {stage} had begun")
+            _logger.info("%s: a checkpoint after this step, then the end", name)
 
-    with ProgressFollower(board, job.settings.objective, job.plan.num_steps):
         signals.run(trainer.fit, stop)
-    refusal = ray.get(board.refusal.remote())
-    if refusal is not None:
-        raise InputError(*refusal)
-    if signals.received is not None and not Path(job.final_model).exists():
-        last = ray.get(board.last.remote())
-        raise Stopped(f"{job.settings.objective} stopped at step {last['step']} by {signals.received}")
+        refusal = watch.refusal()
+        if refusal is not None:
+            raise InputError(*refusal)
+        if signals.received is not None and not Path(job.final_model).exists():
+            raise Stopped(f"{stage} stopped at step {watch.last_step()} by {signals.received}")

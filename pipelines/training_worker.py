@@ -1,6 +1,7 @@
 """What runs on every rank of a training stage: Ray Train gives rank, restart and storage; the loop is in `workers`."""
 
 import json
+import platform
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from ray.train.torch import get_device
 from pipelines import storage
 from pipelines.checkpoint_store import CheckpointStore
 from pipelines.held_out import HeldOutPlan, held_out_samples
+from pipelines.metrics_board import BoardClient
 from pipelines.sample_order import StreamPlan
 from pipelines.sample_stream import rank_steps
 from pipelines.stop_board import StopFlag
@@ -60,7 +62,7 @@ class StageJob:
 
 
 def run_stage(config: dict[str, Any]) -> None:
-    """The training function of Ray Train. `config` has a `StageJob` (`job`), its `MetricsBoard` (`board`) and its `stop_board`."""
+    """The training function of Ray Train. `config` has the `StageJob` as `job`, the `MetricsBoard` as `board`, and `stop_board`."""
     try:
         _run(config)
     except InputError as error:  # on every rank alike; raised, it would count as a failure and be tried again
@@ -70,27 +72,32 @@ def run_stage(config: dict[str, Any]) -> None:
 
 def _run(config: dict[str, Any]) -> None:
     job: StageJob = config["job"]
+    board = BoardClient(config["board"])
     context = ray.train.get_context()
     rank = context.get_world_rank()
     if not job.distributed.use_gpu:
         torch.set_num_threads(1)  # ranks share the cores: more threads per rank only wait for each other
     torch.manual_seed(job.seed + rank)
     model = _load_model(job)
+    if rank == 0:
+        board.describe(_facts(model, context.get_world_size()))
     module = LossModule(model, job.objective, job.optimization.head_chunk)
     engine = build_engine(module, job.optimization, job.distributed, job.plan.num_steps)
     checkpoints = CheckpointStore(engine)
-    num_steps_done = _train(config, engine, checkpoints, rank, context.get_world_size())
+    num_steps_done = _train(config, engine, checkpoints, board, rank, context.get_world_size())
+    board.finish()
     if num_steps_done == job.plan.num_steps:
         _publish(job, engine, checkpoints, model)
 
 
-def _train(config: dict[str, Any], engine: Any, checkpoints: CheckpointStore, rank: int, world_size: int) -> int:
+def _train(
+    config: dict[str, Any], engine: Any, checkpoints: CheckpointStore, board: BoardClient, rank: int, world_size: int
+) -> int:
     """Goes on from the newest checkpoint; returns the number of finished steps, which is not all of them after a stop signal."""
     job: StageJob = config["job"]
-    board = config["board"]
     first_step = checkpoints.restore()
     if rank == 0:
-        ray.get(board.restart.remote(first_step))
+        board.start(first_step)
     held_out = None
     if job.held_out is not None:
         held_out = HeldOut(
@@ -104,7 +111,7 @@ def _train(config: dict[str, Any], engine: Any, checkpoints: CheckpointStore, ra
 
     def post(metrics: Metrics) -> None:
         if rank == 0:
-            ray.get(board.post.remote(metrics.as_dict()))
+            board.post(metrics.as_dict())
 
     return train(
         engine,
@@ -130,6 +137,19 @@ def _publish(job: StageJob, engine: Any, checkpoints: CheckpointStore, model: An
     state = full_state_dict(engine, model, job.distributed.zero_stage)
     if state is not None:
         _export(job, state, model)
+
+
+def _facts(model: Any, world_size: int) -> dict[str, Any]:
+    """What the record of worker groups says of this one. To be called before ZeRO 3 splits the weights."""
+    numbers = [(weights.numel(), weights.requires_grad) for weights in model.parameters()]
+    device = get_device()
+    return {
+        "parameters": sum(number for number, _ in numbers),
+        "trainable_parameters": sum(number for number, is_trainable in numbers if is_trainable),
+        "ranks": world_size,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        "host": platform.node(),
+    }
 
 
 def _start_model(job: StageJob) -> Any:

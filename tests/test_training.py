@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from training_runs import arguments, losses, recipe_of, write_shard
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from training_runs import arguments, losses, metric_lines, recipe_of, write_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from jobs import train_mars, train_sft
@@ -58,6 +59,26 @@ def test_the_loss_falls_and_the_weights_move(finished):
     before = AutoModelForCausalLM.from_pretrained(output / "sft" / "model").state_dict()
     after = AutoModelForCausalLM.from_pretrained(output / "mars" / "model").state_dict()
     assert all(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_the_run_can_be_seen_the_morning_after(finished):
+    _, output, report = finished
+    events = EventAccumulator(str(output / "mars" / "tensorboard"))
+    events.Reload()
+    curve = {point.step: point.value for point in events.Scalars("loss")}
+    assert curve == pytest.approx(losses(output, "mars"), abs=1e-5)
+    lines = metric_lines(output, "mars")
+    assert [line["samples"] for line in lines] == [6, 12, 18, 24, 30, 36, 40, 46]  # the last step of an epoch is short
+    assert all(line["data_wait_seconds"] >= 0 and line["peak_memory_mb"] > 50 for line in lines)
+    assert [line["seconds"] for line in lines] == sorted(line["seconds"] for line in lines)
+    (group,) = json.loads((output / "mars" / "worker_groups.json").read_text())
+    model = AutoModelForCausalLM.from_pretrained(output / "mars" / "model")
+    assert (group["ranks"], group["parameters"]) == (2, model.num_parameters())
+    page = (output / "report.html").read_text()
+    assert report["page"] == str(output / "report.html")
+    assert '<span class="state finished">finished</span>' in page
+    assert page.count("<svg") == 8
+    assert "null content" in page
 
 
 def test_a_second_run_does_nothing_and_other_settings_are_refused(finished):

@@ -3,6 +3,7 @@
 An objective packs samples into micro-batches; its loss module turns a micro-batch into sums. The loop knows nothing else of them.
 """
 
+import resource
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -25,6 +26,8 @@ class Metrics:
 
     `grad_norm` is of the last step, before clipping; None under ZeRO stage 0, where DeepSpeed keeps none.
     The held-out losses are None at steps where they are not due.
+    `data_wait_seconds` is the mean of the ranks; the numbers of samples and response tokens are of these steps. `peak_memory_mb`
+    is the most that any rank has held since it started: of the GPU if it has one, otherwise resident in memory.
     """
 
     step: int
@@ -36,6 +39,10 @@ class Metrics:
     response_tokens_per_second: float
     padding_share: float
     data_wait_share: float
+    data_wait_seconds: float
+    num_samples: int
+    num_response_tokens: int
+    peak_memory_mb: float
     held_out_loss: float | None = None
     held_out_ar_loss: float | None = None
     held_out_mask_loss: float | None = None
@@ -59,7 +66,9 @@ class _Interval:
 
     def __init__(self, device: torch.device) -> None:
         self.sums = torch.zeros(2, dtype=torch.float64, device=device)  # ar, mask
-        self.counts = torch.zeros(4, dtype=torch.float64)  # response tokens, positions, padding, seconds of waiting
+        self.counts = torch.zeros(
+            5, dtype=torch.float64
+        )  # response tokens, positions, padding, seconds of waiting, samples
         self.learning_rate = 0.0
         self.started = time.perf_counter()
 
@@ -67,8 +76,9 @@ class _Interval:
         seconds = time.perf_counter() - self.started
         total = torch.cat([self.sums.cpu(), self.counts]).to(self.sums.device)  # sync: once per report
         dist.all_reduce(total)
-        ar_sum, mask_sum, num_responses, num_positions, num_padding, waited = total.tolist()
-        num_responses = max(1.0, num_responses)
+        ar_sum, mask_sum, num_response_tokens, num_positions, num_padding, waited, num_samples = total.tolist()
+        num_responses = max(1.0, num_response_tokens)
+        wait_seconds = waited / dist.get_world_size()
         grad_norm = engine.get_global_grad_norm()
         ar_loss, mask_loss = ar_sum / num_responses, mask_sum / num_responses
         return Metrics(
@@ -80,7 +90,11 @@ class _Interval:
             learning_rate=self.learning_rate,
             response_tokens_per_second=num_responses / seconds,
             padding_share=num_padding / max(1.0, num_positions),
-            data_wait_share=waited / dist.get_world_size() / seconds,
+            data_wait_share=wait_seconds / seconds,
+            data_wait_seconds=wait_seconds,
+            num_samples=round(num_samples),
+            num_response_tokens=round(num_response_tokens),
+            peak_memory_mb=_peak_memory_mb(total.device),
         )
 
 
@@ -141,6 +155,7 @@ def _run_step(
     asked = time.perf_counter()
     samples = next(steps)
     interval.counts[3] += time.perf_counter() - asked
+    interval.counts[4] += len(samples)
     batches = objective.pack(samples, row_tokens=settings.row_tokens, micro_batch_rows=settings.micro_batch_rows)
     shape = agree_on_step(
         len(batches),
@@ -164,3 +179,14 @@ def _run_step(
 
 def _counts(batch: PackedBatch) -> torch.Tensor:
     return torch.tensor([batch.num_response_tokens, batch.num_tokens + batch.num_padding, batch.num_padding])
+
+
+def _peak_memory_mb(device: torch.device) -> float:
+    """The most memory that any rank has held, in MB of 10^6 bytes. Every rank must call it."""
+    if device.type == "cuda":
+        num_bytes = torch.cuda.max_memory_allocated(device)
+    else:
+        num_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+    most = torch.tensor(num_bytes, dtype=torch.float64, device=device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return round(most.item() / 1e6, 1)
