@@ -3,7 +3,6 @@
 import json
 import logging
 import threading
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -26,19 +25,22 @@ class MetricsBoard:
     """
 
     def __init__(self, path: str) -> None:
-        self._path = Path(path)
+        self._path = path
         self._lines = read_metrics(path)
         self._refusal: tuple[str, ...] | None = None
 
     def restart(self, step: int) -> None:
         """A worker group starts after `step` finished steps: what an earlier group did beyond them is done again."""
         self._lines = [line for line in self._lines if line["step"] <= step]
-        storage.publish_bytes(str(self._path), "".join(map(_as_json, self._lines)).encode())
+        storage.publish_bytes(self._path, "".join(map(_as_json, self._lines)).encode())
 
     def post(self, line: dict[str, Any]) -> None:
         """Adds the metrics of one report."""
         self._lines.append(line)
-        with self._path.open("a") as file:
+        if storage.is_s3(self._path):  # nothing can be appended there
+            storage.publish_bytes(self._path, "".join(map(_as_json, self._lines)).encode())
+            return
+        with open(self._path, "a") as file:
             file.write(_as_json(line))
 
     def last(self) -> dict[str, Any] | None:
@@ -60,9 +62,10 @@ def _as_json(line: dict[str, Any]) -> str:
 
 def read_metrics(path: str) -> list[dict[str, Any]]:
     """The lines of a `metrics.jsonl`; one that a kill has cut short is left out, and will be written again."""
-    if not Path(path).exists():
+    if storage.find_file(path) is None:
         return []
-    return [json.loads(line) for line in Path(path).read_text().splitlines(keepends=True) if line.endswith("\n")]
+    lines = storage.read_bytes(path).decode().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 class ProgressFollower:

@@ -25,6 +25,7 @@ import pyarrow as pa
 import ray.data
 
 from pipelines import storage
+from pipelines.model_folders import fetch_facts
 from pipelines.sft_rows import PartWriter, RejectedWriter, encode_row
 from pipelines.sft_source import MalformedLine, Shard, inspect_shards, iterate_rows
 from workers.chat import MALFORMED_LINE, Rejected, check_prompt_format
@@ -95,7 +96,7 @@ def prepare_sft_data(
 
     Args:
         settings: columns, format, length and the allowed share of rejected rows.
-        tokenizer_folder: a model folder; its tokenizer files are part of the fingerprint.
+        tokenizer_folder: a model folder, local or on S3; its tokenizer files are part of the fingerprint.
         mask_token_id: a row whose tokens have this id is rejected; None rejects none.
         end_ids: ids that end a turn.
         output: the folder described above, local or S3.
@@ -109,7 +110,9 @@ def prepare_sft_data(
     fingerprint = _fingerprint(shards, settings, tokenizer_folder, mask_token_id, end_ids)
     index = _load_index(output, fingerprint)
     if index is None:
-        check_prompt_format(_load_tokenizer(tokenizer_folder), settings.prompt_format, "data.prompt_format")
+        check_prompt_format(
+            _load_tokenizer(fetch_facts(tokenizer_folder)), settings.prompt_format, "data.prompt_format"
+        )
         _start_or_continue(output, fingerprint)
         preparation = _Preparation(settings, tokenizer_folder, mask_token_id, end_ids, output)
         index = _merge(_prepare_shards(preparation, shards, report), shards, fingerprint, output)
@@ -163,7 +166,7 @@ def _prepare_shard(item: dict[str, Any], preparation: _Preparation) -> dict[str,
 
 def _write_shard(file: int, shard: Shard, preparation: _Preparation) -> dict[str, Any]:
     pa.set_cpu_count(1)
-    tokenizer = _load_tokenizer(preparation.tokenizer_folder)
+    tokenizer = _load_tokenizer(fetch_facts(preparation.tokenizer_folder))
     reasons: Counter[str] = Counter()
     with (
         PartWriter(storage.join(preparation.output, "parts"), file) as parts,

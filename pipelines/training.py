@@ -7,14 +7,13 @@ A run folder holds `run.json` (its settings), `data/` (prepared samples and reje
 import logging
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import ray
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from pipelines import cluster, storage
+from pipelines import cluster, model_folders, storage
 from pipelines.manifest import identify_model
 from pipelines.metrics_board import MetricsBoard, ProgressFollower, read_metrics
 from pipelines.paths import resolve
@@ -110,7 +109,7 @@ def _connect(recipe: TrainRecipe, run: RunFolder) -> None:
         gpus=1.0 if recipe.distributed.use_gpu else 0.0,
         reserved_cpus=_CPUS_FOR_RAY_DATA,
     )
-    cluster.require_shared_folder("run.output", str(run.path))
+    cluster.require_shared_folder("run.output", run.path)
 
 
 def _prepare(inputs: TrainingInputs, run: RunFolder) -> tuple[StartModel, PreparedIndex]:
@@ -172,7 +171,7 @@ def _run_stage(
         log_every=recipe.run.log_every,
         checkpoint_every=recipe.run.checkpoint_every,
     )
-    if not Path(final_model).exists():
+    if not model_folders.exists(final_model):
         _fit(recipe, run.join(stage.name), job)
     lines = read_metrics(run.join(stage.name, METRICS))
     return {
@@ -201,7 +200,7 @@ def _fit(recipe: TrainRecipe, folder: str, job: StageJob) -> None:
         ),
         run_config=RunConfig(
             name="checkpoints",
-            storage_path=folder,
+            **storage.run_storage(folder),
             failure_config=FailureConfig(max_failures=distributed.max_failures),
             checkpoint_config=CheckpointConfig(num_to_keep=recipe.run.num_to_keep),
         ),

@@ -9,6 +9,7 @@ import ray.train
 import torch
 from ray.train.torch import get_device
 
+from pipelines import model_folders
 from pipelines.sample_stream import StreamPlan, rank_steps
 from workers.config import DistributedSettings, OptimizationSettings
 from workers.errors import InputError
@@ -27,7 +28,8 @@ from workers.training.loop import Metrics, train
 class StageJob:
     """All that a rank needs to know; made by the driver, the same on every rank.
 
-    `start_model` is the folder to begin with, `final_model` the one to publish; `settings` travel with the final model.
+    `start_model` is the folder to begin with, `final_model` the one to publish, both local or on S3; `settings` travel with the
+    final model.
     """
 
     objective: MarsObjective
@@ -54,7 +56,8 @@ def run_stage(config: dict[str, Any]) -> None:
         torch.set_num_threads(1)  # ranks share the cores: more threads per rank only wait for each other
     torch.manual_seed(job.seed + rank)
     try:
-        model = _load_model(job)
+        start_model = model_folders.fetch(job.start_model)
+        model = _load_model(job, start_model)
     except InputError as error:  # on every rank alike; raised, it would count as a failure and be tried again
         if rank == 0:
             ray.get(board.refuse.remote(error.args))
@@ -83,11 +86,12 @@ def run_stage(config: dict[str, Any]) -> None:
     )
     state = full_state_dict(engine, model, job.distributed.zero_stage)
     if state is not None:
-        export_folder(state, model, load_tokenizer(job.start_model), job.settings, job.final_model)
+        with model_folders.staged(job.final_model) as folder:
+            export_folder(state, model, load_tokenizer(start_model), job.settings, folder)
 
 
-def _load_model(job: StageJob) -> Any:
-    model = load_causal_lm(job.start_model, dtype=torch.bfloat16 if job.distributed.use_gpu else torch.float32)
+def _load_model(job: StageJob, folder: str) -> Any:
+    model = load_causal_lm(folder, dtype=torch.bfloat16 if job.distributed.use_gpu else torch.float32)
     if job.add_mask_row:
         add_mask_row(model)
     if job.objective.block_size > 1 and not job.has_trained_placeholder:
