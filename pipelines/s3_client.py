@@ -55,7 +55,7 @@ def client() -> Any:
 
     retries = {"mode": "standard", "total_max_attempts": num_attempts()}
     config = Config(retries=retries, connect_timeout=CONNECT_TIMEOUT, read_timeout=READ_TIMEOUT)
-    return boto3.client("s3", config=config)
+    return boto3.session.Session().client("s3", config=config)
 
 
 def arrow_filesystem(uri: str) -> S3FileSystem:
@@ -139,6 +139,8 @@ def input_error(uri: str, code: str) -> InputError | None:
         return InputError(
             uri, f"credentials that are no longer valid ({code})", "fresh ones", "Renew them, or the clock."
         )
+    if code == "400":  # the answer to a HEAD has no body that would tell which
+        return InputError(uri, "a request that S3 refuses (400)", "valid credentials, and the region of the bucket")
     if code in _OTHER_REGION:
         return InputError(uri, f"a bucket of another region ({code})", "its own region", "Set AWS_REGION to it.")
     if code in ("PreconditionFailed", "412"):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from time import sleep  # a test may replace that of the module `time`
 from typing import Any
 
 SETTINGS = {
@@ -66,11 +67,12 @@ def _wait_until_it_answers(url: str) -> None:
             return
         except OSError:
             assert time.monotonic() < deadline, "the S3 server does not answer"
-            time.sleep(0.05)
+            sleep(0.05)
 
 
-# What the proxy does to a request: an HTTP status, `reset` (no answer), `cut` (half of the body), or seconds to wait.
-Fault = int | str | float | None
+# What the proxy does to a request: answers with a status and an error code; `reset`: gives no answer; `lost`: hands it on and gives
+# no answer; `cut`: answers with half of the body; a number of seconds to wait; or nothing.
+Fault = tuple[int, str] | str | float | None
 
 
 class FaultyProxy:
@@ -116,13 +118,13 @@ def _handle(proxy: FaultyProxy, request: BaseHTTPRequestHandler) -> None:
     if fault == "reset":
         request.close_connection = True
         return
-    if isinstance(fault, int):
-        code = {403: "AccessDenied", 400: "ExpiredToken", 503: "SlowDown", 409: "ConditionalRequestConflict"}.get(fault)
-        content = f"<Error><Code>{code or 'InternalError'}</Code><Message>no</Message></Error>".encode()
-        _send(request, fault, {"Content-Type": "application/xml"}, content)
+    if isinstance(fault, tuple):
+        status, code = fault
+        content = f"<Error><Code>{code}</Code><Message>no</Message></Error>".encode()
+        _send(request, status, {"Content-Type": "application/xml"}, content)
         return
     if isinstance(fault, float):
-        time.sleep(fault)
+        sleep(fault)
     connection = http.client.HTTPConnection(proxy.host, timeout=60)
     connection.request(request.command, request.path, body, dict(request.headers))
     answer = connection.getresponse()
