@@ -37,6 +37,23 @@ def bucket(s3_server: str) -> str:
     return f"s3://{name}"
 
 
+@pytest.fixture
+def proxy(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[servers.StartProxy]:
+    """Starts a proxy in front of the server and points this process to it."""
+    proxies: list[servers.FaultyProxy] = []
+
+    def start(fault: servers.Decide) -> servers.FaultyProxy:
+        proxies.append(servers.FaultyProxy(s3_server, fault))
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxies[-1].url)
+        s3_client.client.cache_clear()
+        return proxies[-1]
+
+    yield start
+    for each in proxies:
+        each.close()
+    s3_client.client.cache_clear()
+
+
 @pytest.fixture(scope="session")
 def ray_session(s3_server: str) -> Iterator[Any]:
     """One Ray instance of two CPUs for all tests that need one; yields its context, which knows the dashboard's address.

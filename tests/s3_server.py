@@ -73,6 +73,7 @@ def _wait_until_it_answers(url: str) -> None:
 # What the proxy does to a request: answers with a status and an error code; `reset`: gives no answer; `lost`: hands it on and gives
 # no answer; `cut`: answers with half of the body; a number of seconds to wait; or nothing.
 Fault = tuple[int, str] | str | float | None
+Decide = Callable[[str, str, int], Fault]
 
 
 class FaultyProxy:
@@ -81,7 +82,7 @@ class FaultyProxy:
     `number` counts the requests of this method from 1. `seen` lists them all as (method, path).
     """
 
-    def __init__(self, url: str, fault: Callable[[str, str, int], Fault]) -> None:
+    def __init__(self, url: str, fault: Decide) -> None:
         self.host = url.removeprefix("http://")
         self.fault = fault
         self.seen: list[tuple[str, str]] = []
@@ -169,3 +170,6 @@ def _send(
         request.wfile.write(content[: len(content) // 2] if is_cut else content)
     if is_cut:
         request.close_connection = True
+
+
+StartProxy = Callable[[Decide], FaultyProxy]

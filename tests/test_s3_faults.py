@@ -2,33 +2,13 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator
 
 import pytest
 from botocore.exceptions import ClientError
-from s3_server import Fault, FaultyProxy
+from s3_server import Fault, StartProxy
 
 from pipelines import s3_client, storage
 from workers.errors import InputError
-
-Start = Callable[[Callable[[str, str, int], Fault]], FaultyProxy]
-
-
-@pytest.fixture
-def proxy(bucket: str, s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    """Starts a proxy in front of the server and points this process to it."""
-    proxies = []
-
-    def start(fault: Callable[[str, str, int], Fault]) -> FaultyProxy:
-        proxies.append(FaultyProxy(s3_server, fault))
-        monkeypatch.setenv("AWS_ENDPOINT_URL", proxies[-1].url)
-        s3_client.client.cache_clear()
-        return proxies[-1]
-
-    yield start
-    for each in proxies:
-        each.close()
-    s3_client.client.cache_clear()
 
 
 @pytest.fixture
@@ -40,7 +20,9 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 @pytest.mark.parametrize("fault", [(500, "InternalError"), (503, "SlowDown"), (429, "TooManyRequests"), "reset"])
-def test_a_call_is_tried_again_with_growing_waits(bucket: str, proxy: Start, waits: list[float], fault: Fault) -> None:
+def test_a_call_is_tried_again_with_growing_waits(
+    bucket: str, proxy: StartProxy, waits: list[float], fault: Fault
+) -> None:
     calls = proxy(lambda method, path, number: fault if number <= 4 else None)
     storage.publish_bytes(f"{bucket}/x", b"content")
     assert [method for method, _ in calls.seen] == ["PUT"] * 5
@@ -49,7 +31,7 @@ def test_a_call_is_tried_again_with_growing_waits(bucket: str, proxy: Start, wai
     assert storage.read_bytes(f"{bucket}/x") == b"content"
 
 
-def test_a_server_that_stays_busy_fails_with_the_path(bucket: str, proxy: Start, waits: list[float]) -> None:
+def test_a_server_that_stays_busy_fails_with_the_path(bucket: str, proxy: StartProxy, waits: list[float]) -> None:
     calls = proxy(lambda method, path, number: (503, "SlowDown"))
     with pytest.raises(ClientError, match="SlowDown") as caught:
         storage.publish_bytes(f"{bucket}/x", b"")
@@ -58,7 +40,7 @@ def test_a_server_that_stays_busy_fails_with_the_path(bucket: str, proxy: Start,
 
 
 def test_the_number_of_attempts_can_be_set(
-    bucket: str, proxy: Start, waits: list[float], monkeypatch: pytest.MonkeyPatch
+    bucket: str, proxy: StartProxy, waits: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
     calls = proxy(lambda method, path, number: (500, "InternalError"))
@@ -77,7 +59,7 @@ def test_the_number_of_attempts_can_be_set(
         ((400, "AuthorizationHeaderMalformed"), "another region"),
     ],
 )
-def test_refusals_say_what_is_wrong(bucket: str, proxy: Start, fault: Fault, words: str) -> None:
+def test_refusals_say_what_is_wrong(bucket: str, proxy: StartProxy, fault: Fault, words: str) -> None:
     proxy(lambda method, path, number: fault)
     with pytest.raises(InputError, match=words):
         storage.list_folder(f"{bucket}/x")
@@ -111,14 +93,14 @@ def test_no_credentials(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
         s3_client.client.cache_clear()
 
 
-def test_a_slow_answer_is_waited_for(bucket: str, proxy: Start) -> None:
+def test_a_slow_answer_is_waited_for(bucket: str, proxy: StartProxy) -> None:
     calls = proxy(lambda method, path, number: 3.0 if method == "PUT" else None)
     storage.publish_bytes(f"{bucket}/x", b"slow")
     assert storage.read_bytes(f"{bucket}/x") == b"slow"
     assert [method for method, _ in calls.seen].count("PUT") == 1
 
 
-def test_an_answer_that_breaks_off_is_asked_for_again(bucket: str, proxy: Start, waits: list[float]) -> None:
+def test_an_answer_that_breaks_off_is_asked_for_again(bucket: str, proxy: StartProxy, waits: list[float]) -> None:
     content = os.urandom(100_000)
     storage.publish_bytes(f"{bucket}/x", content)
     calls = proxy(lambda method, path, number: "cut" if method == "GET" and number <= 2 else None)
@@ -129,7 +111,7 @@ def test_an_answer_that_breaks_off_is_asked_for_again(bucket: str, proxy: Start,
         storage.read_bytes(f"{bucket}/x")
 
 
-def test_a_new_file_whose_answer_is_lost_is_still_ours(bucket: str, proxy: Start, waits: list[float]) -> None:
+def test_a_new_file_whose_answer_is_lost_is_still_ours(bucket: str, proxy: StartProxy, waits: list[float]) -> None:
     """The second attempt finds the file of the first: without a look at its content both holders of a lock would give up."""
     calls = proxy(lambda method, path, number: "lost" if method == "PUT" and number == 1 else None)
     assert storage.publish_new(f"{bucket}/lock", b"one")
@@ -137,14 +119,14 @@ def test_a_new_file_whose_answer_is_lost_is_still_ours(bucket: str, proxy: Start
     assert not storage.publish_new(f"{bucket}/lock", b"two")
 
 
-def test_a_new_file_in_dispute_is_asked_for_again(bucket: str, proxy: Start, waits: list[float]) -> None:
+def test_a_new_file_in_dispute_is_asked_for_again(bucket: str, proxy: StartProxy, waits: list[float]) -> None:
     fault = (409, "ConditionalRequestConflict")
     proxy(lambda method, path, number: fault if method == "PUT" and number <= 2 else None)
     assert storage.publish_new(f"{bucket}/lock", b"one")
     assert len(waits) == 2
 
 
-def test_checkpoints_are_uploaded_through_faults(bucket: str, proxy: Start) -> None:
+def test_checkpoints_are_uploaded_through_faults(bucket: str, proxy: StartProxy) -> None:
     """pyarrow forgets its retries when a filesystem is sent to a worker; three faults are more than it takes without them."""
     import pickle
 
