@@ -22,8 +22,8 @@ from pipelines.s3_objects import FileInfo
 from workers.errors import InputError
 from workers.models.folder import MULTI_TOKEN_FILE
 
-_CONFIG = "config.json"
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf")
+_CONFIG, _GGUF = "config.json", ".gguf"
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", _GGUF)
 _ROOM_TO_SPARE = 1 << 30
 
 
@@ -35,17 +35,25 @@ def exists(path: str) -> bool:
 
 
 def fetch(path: str) -> str:
-    """A local folder with the model: the path itself, or the node's copy of what is on S3.
+    """A local folder with the model, or its .gguf file: the path itself, or the node's copy of what is on S3.
 
     Raises:
         InputError: no model there, it changes meanwhile, or the node has no room for it.
     """
-    return _fetch(path, has_weights=True) if storage.is_s3(path) else path
+    if not storage.is_s3(path):
+        return path
+    if path.endswith(_GGUF):
+        return _fetch_file(path)
+    return _copy_of(path, _list_model(path), has_weights=True)
 
 
 def fetch_facts(path: str) -> str:
     """As `fetch`, for those who do not load the weights: the copy of a folder on S3 has empty files in their place."""
-    return _fetch(path, has_weights=False) if storage.is_s3(path) else path
+    if not storage.is_s3(path):
+        return path
+    files = _list_model(path)
+    whole = _copy_name(path, files, has_weights=True)
+    return whole if os.path.isdir(whole) else _copy_of(path, files, has_weights=False)
 
 
 @contextmanager
@@ -77,13 +85,25 @@ def publish(local_folder: str, path: str) -> None:
     storage.publish_folder(local_folder, path, last=(MULTI_TOKEN_FILE, _CONFIG))
 
 
-def _fetch(path: str, *, has_weights: bool) -> str:
+def _list_model(path: str) -> list[FileInfo]:
     files = storage.list_folder(path)
     if not any(info.path == storage.join(path, _CONFIG) for info in files):
         advice = "Check the path; an upload that has not come to its end has no config.json either."
         raise InputError(path, "no config.json", "a Hugging Face model folder", advice)
-    whole = os.path.join(cache_folder(), "models", _copy_name(path, files))
-    folder = whole if has_weights or os.path.isdir(whole) else f"{whole}-facts"
+    return files
+
+
+def _fetch_file(path: str) -> str:
+    info = storage.find_file(path)
+    if info is None:
+        raise InputError(path, "no such object", "an existing file", "Check the bucket and the key.")
+    parent, _, name = path.rpartition("/")
+    return os.path.join(_copy_of(parent, [info], has_weights=True), name)
+
+
+def _copy_of(path: str, files: Sequence[FileInfo], *, has_weights: bool) -> str:
+    """The node's copy of these files of a folder; made now if there is none."""
+    folder = _copy_name(path, files, has_weights=has_weights)
     if not os.path.isdir(folder):
         os.makedirs(os.path.dirname(folder), exist_ok=True)
         # Processes of one node that ask at the same time: the first copies, the others wait. A killed one's lock is open.
@@ -110,8 +130,9 @@ def _copy(path: str, files: Sequence[FileInfo], folder: str, *, has_weights: boo
     os.rename(unfinished, folder)
 
 
-def _copy_name(path: str, files: Sequence[FileInfo]) -> str:
-    """The end of the path, for people, and a digest of path and versions."""
+def _copy_name(path: str, files: Sequence[FileInfo], *, has_weights: bool) -> str:
+    """In the cache, named by the end of the path, for people, and a digest of path and versions."""
     content = [path.rstrip("/"), *([info.path, info.size, info.version] for info in files)]
     digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:24]
-    return f"{re.sub('[^A-Za-z0-9._-]', '_', path.rstrip('/').rsplit('/', 1)[-1])[:64]}-{digest}"
+    label = re.sub("[^A-Za-z0-9._-]", "_", path.rstrip("/").rsplit("/", 1)[-1])[:64]
+    return os.path.join(cache_folder(), "models", f"{label}-{digest}" + ("" if has_weights else "-facts"))

@@ -1,7 +1,7 @@
 """What runs on every rank of a training stage: Ray Train gives rank, restart and storage; the loop is in `workers`."""
 
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +56,8 @@ def run_stage(config: dict[str, Any]) -> None:
         torch.set_num_threads(1)  # ranks share the cores: more threads per rank only wait for each other
     torch.manual_seed(job.seed + rank)
     try:
-        start_model = model_folders.fetch(job.start_model)
-        model = _load_model(job, start_model)
+        job = replace(job, start_model=model_folders.fetch(job.start_model))
+        model = _load_model(job)
     except InputError as error:  # on every rank alike; raised, it would count as a failure and be tried again
         if rank == 0:
             ray.get(board.refuse.remote(error.args))
@@ -87,11 +87,11 @@ def run_stage(config: dict[str, Any]) -> None:
     state = full_state_dict(engine, model, job.distributed.zero_stage)
     if state is not None:
         with model_folders.staged(job.final_model) as folder:
-            export_folder(state, model, load_tokenizer(start_model), job.settings, folder)
+            export_folder(state, model, load_tokenizer(job.start_model), job.settings, folder)
 
 
-def _load_model(job: StageJob, folder: str) -> Any:
-    model = load_causal_lm(folder, dtype=torch.bfloat16 if job.distributed.use_gpu else torch.float32)
+def _load_model(job: StageJob) -> Any:
+    model = load_causal_lm(job.start_model, dtype=torch.bfloat16 if job.distributed.use_gpu else torch.float32)
     if job.add_mask_row:
         add_mask_row(model)
     if job.objective.block_size > 1 and not job.has_trained_placeholder:

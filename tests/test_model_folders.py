@@ -62,6 +62,15 @@ def test_a_model_makes_the_way_to_s3_and_back(local_model: str, remote_model: st
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+def test_a_single_file_is_copied_alone(bucket: str, cache: Path) -> None:
+    for name in ("a.gguf", "b.gguf"):
+        storage.publish_bytes(f"{bucket}/models/{name}", name.encode())
+    copy = Path(model_folders.fetch(f"{bucket}/models/a.gguf"))
+    assert content(str(copy.parent)) == {"a.gguf": b"a.gguf"}
+    with pytest.raises(InputError, match=r"c\.gguf"):
+        model_folders.fetch(f"{bucket}/models/c.gguf")
+
+
 def test_a_copy_is_used_until_the_model_changes(
     local_model: str, remote_model: str, cache: Path, proxy: StartProxy
 ) -> None:
