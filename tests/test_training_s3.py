@@ -120,7 +120,7 @@ def check_generation(model: str, folder: str, bucket: str, tmp_path: Path) -> No
     answers = run_generation(
         GenerateRecipe(
             model=model,
-            prompts={"paths": [f"{bucket}/prompts.jsonl"]},
+            prompts={"paths": (f"{bucket}/prompts.jsonl",)},
             output=str(tmp_path / "answers"),
             decoding={"mode": "one_token", "max_new_tokens": 5, "num_slots": 2},
             actors={"num_cpus": 0.5},
