@@ -74,7 +74,7 @@ def run(
 def start_logging() -> None:
     """Plain lines with the time on standard error; results go to standard output."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
-    for chatty in ("httpx", "filelock", "fsspec"):
+    for chatty in ("httpx", "filelock", "fsspec", "botocore"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from pipelines import storage
+from pipelines import model_folders, storage
 from pipelines.generation import (
     EXIT_DONE,
     GenerationPlan,
@@ -200,7 +200,9 @@ def _check_grid(first: GenerationPlan, recipes: Sequence[GenerateRecipe]) -> Non
         InputError: names `thresholds`.
     """
     settings = [recipe.decoding for recipe in recipes]
-    if any(decoding.mode == "tau" for decoding in settings) and read_multi_token_settings(first.setup.folder) is None:
+    with model_folders.facts(first.setup.folder) as folder:
+        is_ordinary = read_multi_token_settings(folder) is None
+    if any(decoding.mode == "tau" for decoding in settings) and is_ordinary:
         raise InputError(
             "thresholds",
             f"tau decoding of {first.setup.folder}, which was not trained to predict several tokens (it has no marsray.json)",

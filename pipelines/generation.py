@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipelines import cluster
+from pipelines import cluster, model_folders
 from pipelines.inference_actor import ModelSetup, OutputTask
 from pipelines.inference_pool import InferencePool
 from pipelines.manifest import Manifest, Totals, fingerprint
@@ -155,7 +155,8 @@ def open_manifest(recipe: GenerateRecipe) -> Manifest:
     assert recipe.model is not None
     files = list_prompt_files(recipe.prompts.paths)
     require_apart(recipe.prompts.paths, files, recipe.output)
-    inspect_model_folder(recipe.model)
+    with model_folders.facts(recipe.model) as folder:
+        inspect_model_folder(folder)
     uses_gpu = recipe.actors.num_gpus > 0
     return Manifest(recipe.output, fingerprint(files, recipe.model, recipe.prompts, recipe.decoding, uses_gpu))
 
@@ -171,14 +172,19 @@ def plan_generation(recipe: GenerateRecipe, manifest: Manifest) -> GenerationPla
     return GenerationPlan(recipe, setup, check_prompt_set(recipe.prompts, recipe.output), manifest)
 
 
-def model_setup(folder: str, decoding: DecodingSettings, *, uses_gpu: bool) -> ModelSetup:
-    """What the files of a model folder say about decoding with it, read without loading the weights.
+def model_setup(path: str, decoding: DecodingSettings, *, uses_gpu: bool) -> ModelSetup:
+    """What the files of a model folder, local or on S3, say about decoding with it, read without loading the weights.
 
     Warns of a window beyond the block size here, since an actor's log is not the user's.
 
     Raises:
         InputError: not a folder that can be decoded with these settings.
     """
+    with model_folders.facts(path) as folder:
+        return replace(_inspect(folder, decoding, uses_gpu), folder=path)
+
+
+def _inspect(folder: str, decoding: DecodingSettings, uses_gpu: bool) -> ModelSetup:
     check_loadable(folder)
     facts = inspect_model_folder(folder)
     if (

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 
 from pipelines import storage
 from pipelines.manifest import UnitEntry, publish_entry
+from pipelines.model_folders import fetch
 from pipelines.row_requests import RequestBuilder, RowFault
 from pipelines.work_units import UnitRows
 from workers.config import DecodingSettings, PromptFormat, PromptSettings, RowDecodingSettings
@@ -30,7 +31,7 @@ ERROR_FIELDS = (("error_code", pa.string()), ("message", pa.string()), ("locatio
 
 @dataclass(frozen=True)
 class ModelSetup:
-    """What an actor loads, known before it does. `block_size` is 1 for a model without placeholders."""
+    """What an actor loads, known before it does: `folder` is local or on S3, `block_size` 1 for a model without placeholders."""
 
     folder: str
     mask_token_id: int
@@ -93,8 +94,9 @@ class InferenceActor:
         if not self._setup.uses_gpu:
             torch.set_num_threads(1)
         device = torch.device("cuda" if self._setup.uses_gpu else "cpu")
-        model = load_causal_lm(self._setup.folder, dtype=torch.bfloat16 if self._setup.uses_gpu else torch.float32)
-        self._tokenizer = load_tokenizer(self._setup.folder)
+        folder = fetch(self._setup.folder)
+        model = load_causal_lm(folder, dtype=torch.bfloat16 if self._setup.uses_gpu else torch.float32)
+        self._tokenizer = load_tokenizer(folder)
         self._engine = DecodingEngine(
             model.to(device),
             self._tokenizer,

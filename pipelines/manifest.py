@@ -179,7 +179,7 @@ def fingerprint(
 
 
 def identify_model(folder: str) -> str:
-    """A digest of a model folder: small files whole, of large ones the size and evenly spread samples.
+    """A digest of a model folder: small files whole, of large ones the size and evenly spread samples; on S3, the versions.
 
     Checkpoints of one training run have the same sizes, so sizes alone do not tell them apart; reading them whole takes minutes.
     """
@@ -189,6 +189,9 @@ def identify_model(folder: str) -> str:
         if not name.endswith((".json", ".safetensors", ".bin", ".model", ".jinja", ".txt")):
             continue
         digest.update(f"{name}:{info.size}\n".encode())
+        if storage.is_s3(folder):
+            digest.update(info.version.encode())  # made from the content
+            continue
         with storage.open_read(info.path) as file:
             for start in _sample_starts(info.size):
                 file.seek(start)

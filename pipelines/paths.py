@@ -28,6 +28,11 @@ def home() -> Path:
     return Path(_expanded("~/marsray")) if is_submitted_job() else Path.cwd()
 
 
+def cache_folder() -> str:
+    """The folder of this node for copies of what is on S3: `MARSRAY_CACHE`, else `~/.cache/marsray`."""
+    return _expanded(os.environ.get("MARSRAY_CACHE") or "~/.cache/marsray")
+
+
 def resolve(path: str) -> str:
     """An absolute path without `..` for a path of the settings; `s3://` paths pass unchanged.
 

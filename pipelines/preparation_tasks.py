@@ -16,6 +16,7 @@ import pyarrow as pa
 import ray.data
 
 from pipelines import storage
+from pipelines.model_folders import fetch_facts
 from pipelines.row_files import RowRange, row_ranges
 from pipelines.sft_rows import PartWriter, RejectedWriter, encode_row
 from pipelines.sft_source import NUM_INSPECTION_THREADS, MalformedLine, Shard, iterate_rows
@@ -119,7 +120,7 @@ def write_rows(task: Task, preparation: Preparation) -> dict[str, Any]:
         InputError: as `run_tasks`.
     """
     pa.set_cpu_count(1)
-    tokenizer = load_tokenizer(preparation.tokenizer_folder)
+    tokenizer = load_tokenizer(fetch_facts(preparation.tokenizer_folder))
     settings, shard = preparation.settings, task.shard
     reasons: Counter[str] = Counter()
     with (

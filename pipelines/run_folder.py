@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -33,41 +34,42 @@ _logger = logging.getLogger(__name__)
 
 
 class RunFolder:
-    """One training run on disk.
+    """One training run on disk or on S3.
 
     Args:
-        path: absolute local folder that all nodes share.
+        path: absolute local folder that all nodes share, or `s3://bucket/folder`.
         recipe: the resolved settings of this run.
+
+    Raises:
+        InputError: a path on S3 that cannot be a run's.
     """
 
     def __init__(self, path: str, recipe: Settings) -> None:
-        if "://" in path:
-            raise InputError("run.output", path, "a folder of a file system that all nodes share")
-        self.path = Path(path)
+        self.path = _s3_folder(path) if storage.is_s3(path) else path
         self._settings = _flat(json.loads(recipe.model_dump_json()))
 
     def join(self, *parts: str) -> str:
         """A path inside the folder."""
-        return str(self.path.joinpath(*parts))
+        return storage.join(self.path, *parts)
 
     def check(self, *, overwrite: bool) -> None:
-        """Refuses a folder that holds something else, or a run with other settings. Writes nothing.
+        """Refuses a folder that holds something else, or a run with other settings, or that cannot be written to.
+
+        Leaves everything as it was; on S3 a tiny object is written for a moment, since nothing else tells whether one may.
 
         Raises:
             InputError: names the first setting that differs.
         """
         self._require_writable()
-        if not self.path.exists():
-            return
-        if overwrite:
-            if any(self.path.iterdir()) and not self._is_run():
-                raise InputError("run.output", f"{self.path}, which no marsray run has made", "a run folder or none")
+        if storage.is_empty(self.path):
             return
         if not self._is_run():
-            if any(self.path.iterdir()):
-                raise InputError("run.output", f"{self.path}, a folder with other files", "a run folder, or a new one")
+            if overwrite:
+                raise InputError("run.output", f"{self.path}, which no marsray run has made", "a run folder or none")
+            raise InputError("run.output", f"{self.path}, a folder with other files", "a run folder, or a new one")
+        if overwrite:
             return
-        before = json.loads((self.path / _SETTINGS).read_text())
+        before = json.loads(storage.read_bytes(self.join(_SETTINGS)))
         for name in sorted(before.keys() | self._settings.keys()):
             if name not in _FREE_FIELDS and before.get(name) != self._settings.get(name):
                 raise InputError(
@@ -78,18 +80,26 @@ class RunFolder:
                 )
 
     def require_outside(self, where: str, path: str) -> None:
-        """Refuses an input inside this folder: `run.overwrite=true` would delete it.
+        """Refuses an input inside this folder, which `run.overwrite=true` would delete, or around it, which a run would change.
 
         Raises:
             InputError: names the setting.
         """
-        if Path(path).resolve().is_relative_to(self.path.resolve()):
+        if _is_inside(path, self.path):
             raise InputError(where, path, f"something outside run.output ({self.path})", "Choose another run.output.")
+        if _is_inside(self.path, path):
+            raise InputError("run.output", f"{self.path}, inside {where} ({path})", "a folder of its own")
 
     def _require_writable(self) -> None:
-        """The folder itself, or the nearest one above that exists, must take new files."""
+        """The folder itself, or the nearest one above that exists, must take new files; on S3, take and lose an object."""
+        if storage.is_s3(self.path):
+            probe = self.join(f".write-check-{uuid.uuid4().hex}")
+            storage.publish_bytes(probe, b"")
+            storage.delete(probe)
+            return
+        folder = Path(self.path)
         try:
-            nearest = next(parent for parent in (self.path, *self.path.parents) if parent.exists())
+            nearest = next(parent for parent in (folder, *folder.parents) if parent.exists())
         except OSError as error:  # a name that is too long, say
             raise InputError("run.output", f"{self.path} ({error.strerror})", "a folder that can be made") from error
         if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
@@ -99,16 +109,17 @@ class RunFolder:
 
     def finished_report(self) -> dict[str, Any] | None:
         """The report of this run when it is finished already."""
-        if not (self.path / _REPORT).exists():
+        if storage.find_file(self.report_path) is None:
             return None
-        report: dict[str, Any] = json.loads((self.path / _REPORT).read_text())
+        report: dict[str, Any] = json.loads(storage.read_bytes(self.report_path))
         return report
 
     def take(self, *, overwrite: bool) -> None:
         """Makes the folder this run's own; with `overwrite`, an earlier run in it is deleted."""
-        if overwrite and self.path.exists():
-            storage.delete(str(self.path))
-        self.path.mkdir(parents=True, exist_ok=True)
+        if overwrite:
+            # The report goes first: what a kill leaves of the earlier run must not look finished.
+            storage.delete(self.report_path)
+            storage.delete(self.path)
         if self._is_run():
             _logger.info("resuming the run in %s", self.path)
         storage.publish_bytes(self.join(_SETTINGS), json.dumps(self._settings, indent=1).encode())
@@ -122,11 +133,11 @@ class RunFolder:
         Raises:
             InputError: the content behind a setting has changed since the run began.
         """
-        path = self.path / _INPUTS
-        if not path.exists():
-            storage.publish_bytes(str(path), json.dumps(inputs, indent=1).encode())
+        path = self.join(_INPUTS)
+        if storage.find_file(path) is None:
+            storage.publish_bytes(path, json.dumps(inputs, indent=1).encode())
             return
-        before = json.loads(path.read_text())
+        before = json.loads(storage.read_bytes(path))
         for name, fingerprint in inputs.items():
             if before[name] != fingerprint:
                 raise InputError(
@@ -142,7 +153,23 @@ class RunFolder:
         return self.join(_REPORT)
 
     def _is_run(self) -> bool:
-        return (self.path / _SETTINGS).exists()
+        return storage.find_file(self.join(_SETTINGS)) is not None
+
+
+def _s3_folder(path: str) -> str:
+    """A run's path on S3 without slashes at its end. Ray Train takes a key for a path, so it has to look like one."""
+    folder = path.rstrip("/")
+    names = folder[len("s3://") :].split("/")
+    if len(names) < 2 or any(name in ("", ".", "..") for name in names):
+        raise InputError("run.output", path, "s3://bucket/folder, without empty parts, `.` and `..`")
+    return folder
+
+
+def _is_inside(path: str, folder: str) -> bool:
+    """Whether a path is a folder or lies in it; local ones are compared as the places that they lead to."""
+    if storage.is_s3(path) or storage.is_s3(folder):
+        return f"{path.rstrip('/')}/".startswith(f"{folder.rstrip('/')}/")
+    return Path(path).resolve().is_relative_to(Path(folder).resolve())
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -1,25 +1,19 @@
-"""S3 objects through boto3: what `pipelines.storage` calls for `s3://` paths.
-
-`AWS_ENDPOINT_URL` and the usual credentials are honoured by boto3; failed calls are retried by botocore (standard mode,
-with back-off).
-"""
+"""S3 objects through boto3: what `pipelines.storage` calls for `s3://` paths."""
 
 import fnmatch
-import functools
 import io
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+import shutil
 from dataclasses import dataclass
 from typing import Any, BinaryIO, cast
 
+from pipelines.s3_client import SCHEME, back_off, clear_errors, client, exceptions, num_attempts, split
 from workers.errors import InputError
 
-SCHEME = "s3://"
 READ_BUFFER_BYTES = 8 * 2**20
-# S3 takes at most 5 GiB in one PUT; a multipart upload also becomes visible only when it is complete.
-SINGLE_PUT_BYTES = 4 * 2**30
+# Larger files go up in parts of this size, several at a time and each with retries; they too become visible as a whole.
+PART_BYTES = 64 * 2**20
 DELETE_BATCH = 1000
 
 
@@ -33,12 +27,14 @@ class FileInfo:
 
 
 def find(uri: str) -> FileInfo | None:
-    """The object of exactly this URI, or None."""
-    bucket, key = _split(uri)
-    with _clear_errors(uri):
+    """The object of exactly this URI, or None. An empty object with a slash at its end stands for a folder and is none."""
+    bucket, key = split(uri)
+    if not key or key.endswith("/"):
+        return None
+    with clear_errors(uri):
         try:
-            head = _client().head_object(Bucket=bucket, Key=key)
-        except _exceptions().ClientError as error:
+            head = client().head_object(Bucket=bucket, Key=key)
+        except exceptions().ClientError as error:
             # A HEAD answer has no body, so a missing bucket is also just "404" here; listing tells them apart.
             if error.response["Error"]["Code"] not in ("404", "NoSuchKey", "NotFound"):
                 raise
@@ -47,28 +43,29 @@ def find(uri: str) -> FileInfo | None:
 
 
 def has_any(folder: str) -> bool:
-    """Whether there is an object below a folder."""
-    bucket, key = _split(folder)
-    with _clear_errors(folder):
-        answer = _client().list_objects_v2(Bucket=bucket, Prefix=_as_folder(key), MaxKeys=1)
-    return bool(answer["KeyCount"])
+    """Whether there is an object below a folder; the empty object that stands for the folder itself is none."""
+    bucket, key = split(folder)
+    prefix = _as_folder(key)
+    with clear_errors(folder):
+        answer = client().list_objects_v2(Bucket=bucket, Prefix=prefix, MaxKeys=2)
+    return any(item["Key"] != prefix for item in answer.get("Contents", ()))
 
 
 def list_folder(folder: str) -> list[FileInfo]:
     """The objects below a folder, sorted by path, without those whose path from there on has a dot name."""
-    key = _split(folder)[1]
+    key = split(folder)[1]
     found = _list_prefix(folder, _as_folder(key))
     return [info for info in found if not _is_hidden(info.path[len(folder.rstrip("/")) :])]
 
 
 def list_glob(pattern: str) -> list[FileInfo]:
     """The objects that match a glob, sorted by path."""
-    key_pattern = _split(pattern)[1]
+    key_pattern = split(pattern)[1]
     matches = re.compile(glob_regex(key_pattern)).fullmatch
     prefix = re.split(r"[*?\[]", key_pattern, maxsplit=1)[0]
     start = prefix.rfind("/") + 1
     found = _list_prefix(pattern, prefix)
-    keys = [_split(info.path)[1] for info in found]
+    keys = [split(info.path)[1] for info in found]
     return [info for info, key in zip(found, keys, strict=True) if matches(key) and not _is_hidden(key[start:])]
 
 
@@ -81,35 +78,70 @@ def open_read(uri: str) -> BinaryIO:
     info = find(uri)
     if info is None:
         raise InputError(uri, "no such object", "an existing S3 object", "Check the bucket and the key.")
-    return cast(BinaryIO, io.BufferedReader(_Reader(info), READ_BUFFER_BYTES))
+    return _open(info)
+
+
+def download(info: FileInfo, local_path: str) -> None:
+    """Copies the version of an object that a listing has found to a local file."""
+    with _open(info) as source, open(local_path, "wb") as file:
+        shutil.copyfileobj(source, file, READ_BUFFER_BYTES)
 
 
 def put_bytes(uri: str, data: bytes) -> None:
     """Publishes an object by one PUT."""
-    bucket, key = _split(uri)
-    with _clear_errors(uri):
-        _client().put_object(Bucket=bucket, Key=key, Body=data)
+    bucket, key = split(uri)
+    with clear_errors(uri):
+        client().put_object(Bucket=bucket, Key=key, Body=data)
+
+
+def put_new(uri: str, data: bytes) -> bool:
+    """Publishes an object by one PUT unless there is one already; returns whether this call has made it."""
+    bucket, key = split(uri)
+    with clear_errors(uri):
+        for attempt in range(1, num_attempts() + 1):
+            try:
+                client().put_object(Bucket=bucket, Key=key, Body=data, IfNoneMatch="*")
+                return True
+            except exceptions().ClientError as error:
+                code = error.response["Error"]["Code"]
+                if code in ("PreconditionFailed", "412"):
+                    return _is_content(uri, data)
+                # Somebody else is writing or deleting it at this moment: S3 asks to try again.
+                if code not in ("ConditionalRequestConflict", "409") or attempt == num_attempts():
+                    raise
+                back_off(attempt)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _is_content(uri: str, data: bytes) -> bool:
+    """Whether an object holds `data`: then the PUT that was refused had been done, and its answer lost."""
+    info = find(uri)
+    if info is None or info.size != len(data):
+        return False
+    with _open(info) as file:
+        return file.read() == data
 
 
 def put_file(local_path: str, uri: str) -> None:
-    """Publishes a local file as an object, by one PUT up to `SINGLE_PUT_BYTES`."""
+    """Publishes a local file as an object: by one PUT, or when it is large in parts."""
     from boto3.s3.transfer import TransferConfig
 
-    bucket, key = _split(uri)
-    with _clear_errors(uri):
-        _client().upload_file(local_path, bucket, key, Config=TransferConfig(multipart_threshold=SINGLE_PUT_BYTES))
+    bucket, key = split(uri)
+    config = TransferConfig(multipart_threshold=PART_BYTES, multipart_chunksize=PART_BYTES)
+    with clear_errors(uri), open(local_path, "rb") as file:
+        client().upload_fileobj(file, bucket, key, Config=config)
 
 
 def delete(uri: str) -> None:
     """Deletes the object of this URI, and all below it as a folder."""
-    bucket, key = _split(uri)
-    keys = [_split(info.path)[1] for info in _list_prefix(uri, _as_folder(key), with_markers=True)]
+    bucket, key = split(uri)
+    keys = [split(info.path)[1] for info in _list_prefix(uri, _as_folder(key), with_markers=True)]
     if key and not key.endswith("/"):
         keys.append(key)  # S3 accepts the deletion of a key that is not there
     for start in range(0, len(keys), DELETE_BATCH):
         batch = [{"Key": each} for each in keys[start : start + DELETE_BATCH]]
-        with _clear_errors(uri):
-            answer = _client().delete_objects(Bucket=bucket, Delete={"Objects": batch, "Quiet": True})
+        with clear_errors(uri):
+            answer = client().delete_objects(Bucket=bucket, Delete={"Objects": batch, "Quiet": True})
         if answer.get("Errors"):
             first = answer["Errors"][0]
             raise InputError(f"{SCHEME}{bucket}/{first['Key']}", first["Code"], "an object that may be deleted")
@@ -120,7 +152,7 @@ class _Reader(io.RawIOBase):
 
     def __init__(self, info: FileInfo) -> None:
         self._info = info
-        self._bucket, self._key = _split(info.path)
+        self._bucket, self._key = split(info.path)
         self._position = 0
 
     def readable(self) -> bool:
@@ -138,25 +170,38 @@ class _Reader(io.RawIOBase):
         end = min(self._position + len(buffer), self._info.size)
         if self._position >= end:
             return 0
-        with _clear_errors(self._info.path):
-            answer = _client().get_object(
-                Bucket=self._bucket,
-                Key=self._key,
-                Range=f"bytes={self._position}-{end - 1}",
-                IfMatch=self._info.version,
-            )
-            data = answer["Body"].read()
+        data = self._read_range(self._position, end - 1)
         buffer[: len(data)] = data
         self._position += len(data)
         return len(data)
 
+    def readall(self) -> bytes:
+        """The rest in one GET; the inherited method would make one for each 8 KiB."""
+        if self._position >= self._info.size:
+            return b""
+        data = self._read_range(self._position, self._info.size - 1)
+        self._position += len(data)
+        return data
 
-def _split(uri: str) -> tuple[str, str]:
-    """The bucket and the key of a URI."""
-    bucket, _, key = uri[len(SCHEME) :].partition("/")
-    if not bucket:
-        raise InputError(uri, "no bucket name", "s3://bucket/key")
-    return bucket, key
+    def _read_range(self, first: int, last: int) -> bytes:
+        kinds = exceptions()
+        for attempt in range(1, num_attempts() + 1):
+            with clear_errors(self._info.path):
+                answer = client().get_object(
+                    Bucket=self._bucket, Key=self._key, Range=f"bytes={first}-{last}", IfMatch=self._info.version
+                )
+                try:
+                    return cast(bytes, answer["Body"].read())
+                # An answer that breaks off: botocore tries calls again, but not what comes after the headers.
+                except (kinds.HTTPClientError, kinds.IncompleteReadError):
+                    if attempt == num_attempts():
+                        raise
+            back_off(attempt)
+        raise AssertionError("the last attempt returns or raises")
+
+
+def _open(info: FileInfo) -> BinaryIO:
+    return cast(BinaryIO, io.BufferedReader(_Reader(info), READ_BUFFER_BYTES))
 
 
 def _as_folder(key: str) -> str:
@@ -169,10 +214,10 @@ def _is_hidden(key: str) -> bool:
 
 def _list_prefix(uri: str, prefix: str, *, with_markers: bool = False) -> list[FileInfo]:
     """Objects under a key prefix, sorted; without the empty objects that stand for folders, unless asked for."""
-    bucket = _split(uri)[0]
+    bucket = split(uri)[0]
     found = []
-    with _clear_errors(uri):
-        for page in _client().get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix):
+    with clear_errors(uri):
+        for page in client().get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix):
             for item in page.get("Contents", ()):
                 if with_markers or not item["Key"].endswith("/"):
                     found.append(FileInfo(f"{SCHEME}{bucket}/{item['Key']}", item["Size"], item["ETag"]))
@@ -196,46 +241,3 @@ def glob_regex(pattern: str) -> str:
         else:
             parts.append(re.escape(piece))
     return "".join(parts)
-
-
-def _exceptions() -> Any:
-    import botocore.exceptions
-
-    return botocore.exceptions
-
-
-@functools.cache
-def _client() -> Any:
-    import boto3
-    from botocore.config import Config
-
-    return boto3.client("s3", config=Config(retries={"mode": "standard", "max_attempts": 5}, connect_timeout=10))
-
-
-@contextmanager
-def _clear_errors(uri: str) -> Iterator[None]:
-    """Turns what a user can fix (missing, denied, unreachable) into `InputError`; anything else passes unchanged."""
-    exceptions = _exceptions()
-    try:
-        yield
-    except exceptions.ClientError as error:
-        raise _input_error(uri, error.response["Error"]["Code"]) or error from error.__cause__
-    except (exceptions.NoCredentialsError, exceptions.PartialCredentialsError, exceptions.TokenRetrievalError) as error:
-        raise InputError(uri, f"no S3 credentials ({error})", "AWS credentials in the environment") from error
-    except (exceptions.HTTPClientError, exceptions.ConnectionError) as error:
-        advice = "Check the network, AWS_ENDPOINT_URL and AWS_REGION."
-        raise InputError(uri, f"no answer from S3 ({error})", "a reachable S3 endpoint", advice) from error
-
-
-def _input_error(uri: str, code: str) -> InputError | None:
-    """What the user can do about an error code of S3; None for a code that is not the user's."""
-    if code == "NoSuchBucket":
-        bucket = _split(uri)[0]
-        return InputError(uri, f"no bucket {bucket!r}", "an existing bucket", "Check the name and AWS_ENDPOINT_URL.")
-    if code in ("NoSuchKey", "404", "NotFound"):
-        return InputError(uri, "no such object", "an existing S3 object", "Check the bucket and the key.")
-    if code in ("AccessDenied", "403", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "Forbidden"):
-        return InputError(uri, f"access denied ({code})", "credentials that may use this path")
-    if code in ("PreconditionFailed", "412"):
-        return InputError(uri, "an object that changed while it was read", "input that stays the same during a run")
-    return None

@@ -22,6 +22,7 @@ from fractions import Fraction
 from typing import Any
 
 from pipelines import storage
+from pipelines.model_folders import fetch_facts
 from pipelines.preparation_tasks import Preparation, Task, cut_shards, done_records, load_tokenizer, run_tasks
 from pipelines.sft_source import Shard, Source, inspect_shards, list_sources
 from workers.chat import check_prompt_format
@@ -87,7 +88,7 @@ def prepare_sft_data(
 
     Args:
         settings: columns, format, length and the allowed share of rejected rows.
-        tokenizer_folder: a model folder; its tokenizer files are part of the fingerprint.
+        tokenizer_folder: a model folder, local or on S3; its tokenizer files are part of the fingerprint.
         mask_token_id: a row whose tokens have this id is rejected; None rejects none.
         end_ids: ids that end a turn.
         output: the folder described above, local or S3.
@@ -102,7 +103,8 @@ def prepare_sft_data(
     fingerprint = _fingerprint(shards, settings, tokenizer_folder, mask_token_id, end_ids)
     index = _load_index(output, fingerprint)
     if index is None:
-        check_prompt_format(load_tokenizer(tokenizer_folder), settings.prompt_format, "data.prompt_format")
+        tokenizer = load_tokenizer(fetch_facts(tokenizer_folder))
+        check_prompt_format(tokenizer, settings.prompt_format, "data.prompt_format")
         _start_or_continue(output, fingerprint)
         preparation = Preparation(settings, tokenizer_folder, mask_token_id, end_ids, output)
         tasks = cut_shards(shards)

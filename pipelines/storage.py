@@ -1,7 +1,7 @@
 """Files on a local disk and on S3 by the same calls: list, open, publish, delete.
 
 A path is a local path or `s3://bucket/key`. What is published becomes visible as a whole or not at all: locally by a
-rename, on S3 by one PUT. Problems that the user can fix raise `InputError` with the path.
+rename, on S3 by one PUT, or by one upload in parts. Problems that the user can fix raise `InputError` with the path.
 """
 
 import glob
@@ -10,22 +10,24 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 import pyarrow as pa
 
-from pipelines import s3_objects
+from pipelines import s3_client, s3_objects
 from pipelines.s3_objects import FileInfo
 from workers.errors import InputError
 
+NUM_TRANSFER_THREADS = 8
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 
 
 def is_s3(path: str) -> bool:
     """Whether the path names an S3 object or prefix."""
-    return path.startswith(s3_objects.SCHEME)
+    return path.startswith(s3_client.SCHEME)
 
 
 def join(base: str, *names: str) -> str:
@@ -40,6 +42,14 @@ def exists(path: str) -> bool:
     if is_s3(path):
         return s3_objects.find(path) is not None or s3_objects.has_any(path)
     return os.path.exists(path)
+
+
+def is_empty(folder: str) -> bool:
+    """Whether nothing at all, dot names included, is in a folder; one that is missing is empty."""
+    if is_s3(folder):
+        return not s3_objects.has_any(folder)
+    with _clear_errors(folder):
+        return not os.path.lexists(folder) or not os.listdir(folder)
 
 
 def find_file(path: str) -> FileInfo | None:
@@ -121,6 +131,27 @@ def publish_bytes(path: str, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
+def publish_new(path: str, data: bytes) -> bool:
+    """Writes a file as a whole unless there is one already; of several callers exactly one gets True.
+
+    Args:
+        data: what no other caller writes. On S3 an answer can be lost and the call repeated; the content then tells whose
+            file it is.
+    """
+    if is_s3(path):
+        return s3_objects.put_new(path, data)
+    with _hidden_file(path) as temporary:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            return False
+    return True
+
+
 def publish_file(local_path: str, path: str) -> None:
     """Copies a local file to `path` as a whole; the local file stays."""
     if is_s3(path):
@@ -130,6 +161,55 @@ def publish_file(local_path: str, path: str) -> None:
         shutil.copyfile(local_path, temporary)
         with open(temporary, "rb+") as file:
             os.fsync(file.fileno())
+
+
+def publish_folder(local_folder: str, folder: str, last: Sequence[str] = ()) -> None:
+    """Copies the files of a local folder, at any depth, each as a whole and several at a time.
+
+    Args:
+        last: names of files that appear after all others and in this order, where they exist.
+    """
+    start = len(local_folder.rstrip(os.sep)) + 1
+    names = [info.path[start:] for info in list_folder(local_folder)]
+
+    def publish(name: str) -> None:
+        publish_file(os.path.join(local_folder, name), join(folder, name))
+
+    with ThreadPoolExecutor(NUM_TRANSFER_THREADS) as pool:
+        list(pool.map(publish, [name for name in names if name not in last]))
+    for name in last:
+        if name in names:
+            publish(name)
+
+
+def download_folder(folder: str, files: Sequence[FileInfo], local_folder: str) -> None:
+    """Copies files that a listing of a folder on S3 has found to a local folder, several at a time.
+
+    Raises:
+        InputError: a file has changed since it was listed, or cannot be read.
+    """
+    start = len(folder.rstrip("/")) + 1
+
+    def download(info: FileInfo) -> None:
+        local_path = os.path.join(local_folder, info.path[start:])
+        os.makedirs(os.path.dirname(local_path), exist_ok=True)
+        s3_objects.download(info, local_path)
+
+    with ThreadPoolExecutor(NUM_TRANSFER_THREADS) as pool:
+        list(pool.map(download, files))
+
+
+def run_storage(folder: str) -> dict[str, Any]:
+    """`storage_path` and `storage_filesystem` of Ray Train's `RunConfig` for checkpoints below `folder`.
+
+    Raises:
+        InputError: the bucket is missing or may not be used.
+    """
+    if not is_s3(folder):
+        return {"storage_path": folder, "storage_filesystem": None}
+    # Not as a URI: pyarrow would decode % and spaces in it, and would not know AWS_ENDPOINT_URL.
+    path = folder[len(s3_client.SCHEME) :]
+    return {"storage_path": path, "storage_filesystem": s3_client.arrow_filesystem(folder)}
 
 
 def delete(path: str) -> None:
@@ -171,13 +251,20 @@ def _raise_unless_missing(error: OSError) -> None:
 @contextmanager
 def _local_temporary(path: str) -> Iterator[str]:
     """A hidden name beside `path` that is renamed to it when the block succeeds, and removed when it does not."""
+    with _hidden_file(path) as temporary:
+        yield temporary
+        os.replace(temporary, path)
+
+
+@contextmanager
+def _hidden_file(path: str) -> Iterator[str]:
+    """A name beside `path` that no listing shows; what is still there after the block is removed."""
     with _clear_errors(path):
         parent, name = os.path.split(os.path.abspath(path))
         os.makedirs(parent, exist_ok=True)
         temporary = os.path.join(parent, f".{name}.{uuid.uuid4().hex}.tmp")
         try:
             yield temporary
-            os.replace(temporary, path)
         finally:
             _delete_local(temporary)
 

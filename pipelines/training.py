@@ -9,14 +9,13 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import ray
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from pipelines import cluster, storage
+from pipelines import cluster, model_folders, storage
 from pipelines.checkpoint_store import mend_books
 from pipelines.held_out import HeldOutPlan
 from pipelines.manifest import identify_model
@@ -144,7 +143,7 @@ def _connect(recipe: TrainRecipe, run: RunFolder) -> None:
         gpus=1.0 if recipe.distributed.use_gpu else 0.0,
         reserved_cpus=_CPUS_FOR_RAY_DATA,
     )
-    cluster.require_shared_folder("run.output", str(run.path))
+    cluster.require_shared_folder("run.output", run.path)
 
 
 def _prepare(inputs: TrainingInputs, run: RunFolder) -> tuple[StartModel, PreparedIndex, PreparedIndex | None]:
@@ -237,7 +236,7 @@ def _run_stage(
         epochs=plan.epochs,
         model=job.final_model,
     )
-    if not Path(job.final_model).exists():
+    if not model_folders.exists(job.final_model):
         _fit(recipe, run, job, signals, page)
     lines = read_metrics(storage.join(folder, METRICS))
     summary = summarize_stage(lines, read_groups(storage.join(folder, GROUPS)))
@@ -272,7 +271,7 @@ def _fit(recipe: TrainRecipe, run: RunFolder, job: StageJob, signals: StopSignal
     stop_board = start_stop_board()
     run_config = RunConfig(
         name=CHECKPOINTS,
-        storage_path=folder,
+        **storage.run_storage(folder),
         failure_config=FailureConfig(max_failures=distributed.max_failures),
         checkpoint_config=CheckpointConfig(
             num_to_keep=recipe.run.num_to_keep,
@@ -303,5 +302,5 @@ def _fit(recipe: TrainRecipe, run: RunFolder, job: StageJob, signals: StopSignal
         refusal = watch.refusal()
         if refusal is not None:
             raise InputError(*refusal)
-        if signals.received is not None and not Path(job.final_model).exists():
+        if signals.received is not None and not model_folders.exists(job.final_model):
             raise Stopped(f"{stage} stopped at step {watch.last_step()} by {signals.received}")

@@ -2,10 +2,11 @@
 
 import logging
 import os
+import tempfile
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
+from pipelines import model_folders, storage
 from pipelines.paths import resolve
 from pipelines.quickstart_task import write_quickstart_data
 from pipelines.run_folder import RunFolder
@@ -62,8 +63,8 @@ class TrainingInputs:
             InputError: names the shard, the column, the setting or the file of the model folder.
         """
         shards = () if self._is_example else inspect_shards(self._data, log_differences=True)
-        for shard in shards:
-            self._run.require_outside("data.train", shard.path)
+        for path in () if self._is_example else (*self._data.train, *(shard.path for shard in shards)):
+            self._run.require_outside("data.train", path)
         if shards:
             list_sources(self._data.train, self._data.weights)
         if self._data.held_out:
@@ -81,24 +82,39 @@ class TrainingInputs:
                 )
 
     def materialize(self) -> tuple[StartModel, DataSettings]:
-        """The start model and the settings of the data, both on disk now."""
-        if (
-            self._is_example and not Path(self._run.join("example", "heldout")).exists()
-        ):  # written after the training shards
-            write_quickstart_data(self._run.join("example"), seed=self._seed)
+        """The start model and the settings of the data, both in place now."""
+        if self._is_example:
+            self._write_example()
         if self._model.path is not None:
             return self._start_model(resolve(self._model.path)), self._data
         folder = self._run.join("initial_model")
-        if not Path(folder).exists():
+        if not model_folders.exists(folder):
             scratch = self._model.from_scratch
             tokenizer = train_tokenizer(
                 iterate_texts(self._data), vocab_size=scratch.vocab_size, max_positions=scratch.max_positions
             )
-            create_model_folder(scratch, tokenizer, folder, seed=self._seed)
+            with model_folders.staged(folder) as unpublished:
+                create_model_folder(scratch, tokenizer, unpublished, seed=self._seed)
             _logger.info("new model and a tokenizer of %d tokens in %s", len(tokenizer), folder)
         return self._start_model(folder), self._data
 
-    def _start_model(self, folder: str) -> StartModel:
+    def _write_example(self) -> None:
+        folder = self._run.join("example")
+        if storage.exists(storage.join(folder, "heldout")):  # written after the training shards
+            return
+        if not storage.is_s3(folder):
+            write_quickstart_data(folder, seed=self._seed)
+            return
+        with tempfile.TemporaryDirectory(prefix="marsray-example-") as unpublished:
+            written = write_quickstart_data(unpublished, seed=self._seed)
+            last = [os.path.relpath(path, unpublished) for path in written.heldout_paths]
+            storage.publish_folder(unpublished, folder, last=last)
+
+    def _start_model(self, path: str) -> StartModel:
+        with model_folders.facts(path) as folder:
+            return replace(self._inspect(folder), folder=path)
+
+    def _inspect(self, folder: str) -> StartModel:
         check_loadable(folder)
         if self._lora is not None:
             check_lora(self._lora, folder)

@@ -2,14 +2,14 @@
 
 import json
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray.train
 import torch
 from ray.train.torch import get_device
 
-from pipelines import storage
+from pipelines import model_folders, storage
 from pipelines.checkpoint_store import CheckpointStore
 from pipelines.held_out import HeldOutPlan, held_out_samples
 from pipelines.metrics_board import BoardClient
@@ -35,8 +35,8 @@ from workers.training.weights import full_state_dict
 class StageJob:
     """All that a rank needs to know; made by the driver, the same on every rank.
 
-    `start_model` is the folder to begin with, `final_model` the one to publish; `settings` travel with the final model.
-    `best_file` gets the metrics of the checkpoint that is published; None publishes the newest weights.
+    `start_model` is the folder to begin with, `final_model` the one to publish, both local or on S3; `settings` travel with the
+    final model. `best_file` gets the metrics of the checkpoint that is published; None publishes the newest weights.
     """
 
     objective: MarsObjective
@@ -78,6 +78,7 @@ def _run(config: dict[str, Any]) -> None:
     if not job.distributed.use_gpu:
         torch.set_num_threads(1)  # ranks share the cores: more threads per rank only wait for each other
     torch.manual_seed(job.seed + rank)
+    job = replace(job, start_model=model_folders.fetch(job.start_model))
     model = _load_model(job)
     if rank == 0:
         board.describe(_facts(model, context.get_world_size()))
@@ -180,4 +181,5 @@ def _export(job: StageJob, state: dict[str, torch.Tensor], model: Any) -> None:
     if job.lora is not None:
         model = merge_adapters(state, _start_model(job), job.lora, trained_token_id=job.trained_token_id)
         state = model.state_dict()
-    export_folder(state, model, load_tokenizer(job.start_model), job.settings, job.final_model)
+    with model_folders.staged(job.final_model) as folder:
+        export_folder(state, model, load_tokenizer(job.start_model), job.settings, folder)

@@ -1,21 +1,17 @@
-"""Local paths and S3 by the same calls; S3 answers are scripted with botocore's Stubber."""
+"""Local paths and S3 by the same calls; S3 is a server of its own, spoken to over HTTP."""
 
 import gzip
 import io
 import os
-from collections.abc import Iterator
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
-import boto3
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from botocore.exceptions import EndpointConnectionError, NoCredentialsError
-from botocore.response import StreamingBody
-from botocore.stub import ANY, Stubber
 
-from pipelines import s3_objects, storage
+from pipelines import s3_client, s3_objects, storage
 from workers.errors import InputError
 
 NAMES = ["a.txt", "b/c.txt", "b/d.log", "b/e/f.txt", ".hidden/g.txt", "b/.h.txt"]
@@ -29,37 +25,45 @@ def tree(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stubber]:
-    client = boto3.client("s3", region_name="us-east-1", aws_access_key_id="id", aws_secret_access_key="key")
-    monkeypatch.setattr(s3_objects, "_client", lambda: client)
-    with Stubber(client) as stubber:
-        yield stubber
-        stubber.assert_no_pending_responses()
+def remote_tree(bucket: str) -> str:
+    """The same files on S3, and an object that stands for a folder, as the console makes it."""
+    for name in NAMES:
+        storage.publish_bytes(f"{bucket}/data/{name}", name.encode())
+    put_marker(f"{bucket}/data/b/")
+    return f"{bucket}/data"
 
 
-def listing(*keys: str) -> dict[str, Any]:
-    return {
-        "IsTruncated": False,
-        "KeyCount": len(keys),
-        "Contents": [{"Key": key, "Size": len(key), "ETag": f'"{key}"'} for key in keys],
-    }
+@pytest.fixture(params=["local", "s3"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """An empty folder."""
+    return str(tmp_path / "folder") if request.param == "local" else f"{request.getfixturevalue('bucket')}/folder"
 
 
-def test_local_listing_is_sorted_recursive_and_without_dot_files(tree: str) -> None:
-    found = storage.list_folder(tree)
-    assert [os.path.relpath(info.path, tree) for info in found] == ["a.txt", "b/c.txt", "b/d.log", "b/e/f.txt"]
+def put_marker(uri: str) -> None:
+    name, key = s3_client.split(uri)
+    s3_client.client().put_object(Bucket=name, Key=key)
+
+
+def relative(found: list[s3_objects.FileInfo], folder: str) -> list[str]:
+    return [info.path.removeprefix(f"{folder}/") for info in found]
+
+
+@pytest.mark.parametrize("kind", ["tree", "remote_tree"])
+def test_a_listing_is_sorted_recursive_and_without_dot_names(kind: str, request: pytest.FixtureRequest) -> None:
+    folder = request.getfixturevalue(kind)
+    found = storage.list_folder(folder)
+    assert relative(found, folder) == ["a.txt", "b/c.txt", "b/d.log", "b/e/f.txt"]
     assert [info.size for info in found] == [5, 7, 7, 9]
-    assert storage.list_folder(storage.join(tree, "nowhere")) == []
+    assert storage.list_folder(f"{folder}/") == found or kind == "tree"
+    assert storage.list_folder(storage.join(folder, "nowhere")) == []
 
 
 @pytest.mark.parametrize(
     "pattern", ["*.txt", "b/*", "**/*.txt", "b/**/*.txt", "?.txt", "b/[cd].*", "b/[!c].*", "*/*/*"]
 )
-def test_globs_mean_the_same_on_s3_as_on_disk(tree: str, pattern: str, s3: Stubber) -> None:
-    s3.add_response("list_objects_v2", listing(*[f"data/{name}" for name in NAMES], "data/b/"))
-    remote = [info.path.removeprefix("s3://bucket/data/") for info in storage.list_glob(f"s3://bucket/data/{pattern}")]
-    local = [os.path.relpath(info.path, tree) for info in storage.list_glob(os.path.join(tree, pattern))]
-    assert remote == local
+def test_globs_mean_the_same_on_s3_as_on_disk(tree: str, pattern: str, remote_tree: str) -> None:
+    local = relative(storage.list_glob(os.path.join(tree, pattern)), tree)
+    assert relative(storage.list_glob(f"{remote_tree}/{pattern}"), remote_tree) == local
     assert local
 
 
@@ -75,10 +79,72 @@ def test_publish_replaces_as_a_whole_and_leaves_nothing_when_it_fails(tree: str)
     assert not [name for _, _, names in os.walk(tree) for name in names if name.endswith(".tmp")]
 
 
-def test_a_glob_below_a_dot_folder_on_s3_finds_what_is_there(s3: Stubber) -> None:
+def test_of_many_that_publish_a_new_file_one_succeeds(folder: str) -> None:
+    path, barrier = storage.join(folder, "lock"), threading.Barrier(8)
+
+    def publish(number: int) -> bool:
+        barrier.wait()
+        return storage.publish_new(path, b"holder %d" % number)
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(publish, range(8)))
+    assert answers.count(True) == 1
+    assert storage.read_bytes(path) == b"holder %d" % answers.index(True)
+    assert not storage.publish_new(path, b"late")
+    storage.delete(path)
+    assert storage.publish_new(path, b"next")
+    assert relative(storage.list_folder(folder), folder) == ["lock"]
+    assert storage.is_s3(folder) or os.listdir(folder) == ["lock"]
+
+
+def test_a_folder_with_dot_names_only_is_not_empty(folder: str) -> None:
+    assert storage.is_empty(folder)
+    storage.publish_bytes(storage.join(folder, ".hidden"), b"")
+    assert not storage.is_empty(folder)
+
+
+def test_a_folder_of_the_console_is_empty_and_no_file(bucket: str) -> None:
+    put_marker(f"{bucket}/new/")
+    assert storage.is_empty(f"{bucket}/new")
+    assert storage.find_file(f"{bucket}/new/") is None
+    assert storage.find_file(f"{bucket}/") is None
+    assert storage.list_folder(bucket) == []
+
+
+def test_published_folders_come_down_again_with_the_last_files_last(folder: str, tmp_path: Path) -> None:
+    for name in ("z.txt", "deep/a.txt", "mark.json"):
+        storage.publish_bytes(str(tmp_path / "local" / name), name.encode())
+    storage.publish_folder(str(tmp_path / "local"), folder, last=("mark.json", "absent.json"))
+    assert relative(storage.list_folder(folder), folder) == ["deep/a.txt", "mark.json", "z.txt"]
+    if storage.is_s3(folder):
+        storage.download_folder(folder, storage.list_folder(folder), str(tmp_path / "copy"))
+        assert (tmp_path / "copy" / "deep" / "a.txt").read_text() == "deep/a.txt"
+
+
+def test_a_file_that_changes_during_a_copy_is_an_error(bucket: str, tmp_path: Path) -> None:
+    storage.publish_bytes(f"{bucket}/x/a", b"old")
+    files = storage.list_folder(f"{bucket}/x")
+    storage.publish_bytes(f"{bucket}/x/a", b"new")
+    with pytest.raises(InputError, match="changed while it was read"):
+        storage.download_folder(f"{bucket}/x", files, str(tmp_path / "copy"))
+
+
+def test_large_files_go_up_in_parts(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3_objects, "PART_BYTES", 5 * 2**20)
+    content = os.urandom(12 * 2**20)
+    (tmp_path / "large").write_bytes(content)
+    storage.publish_file(str(tmp_path / "large"), f"{bucket}/large")
+    info = storage.find_file(f"{bucket}/large")
+    assert info is not None
+    assert info.version.endswith('-3"')  # the ETag of an object in three parts
+    assert storage.read_bytes(f"{bucket}/large") == content
+
+
+def test_a_glob_below_a_dot_folder_on_s3_finds_what_is_there(bucket: str) -> None:
     """A dot anywhere in the key once hid a file, also in the part of the path that the user had written out."""
-    s3.add_response("list_objects_v2", listing(".data/a.txt", ".data/.b.txt", ".data/.c/d.txt"))
-    assert [info.path for info in storage.list_glob("s3://bucket/.data/**/*.txt")] == ["s3://bucket/.data/a.txt"]
+    for name in ("a.txt", ".b.txt", ".c/d.txt"):
+        storage.publish_bytes(f"{bucket}/.data/{name}", b"")
+    assert [info.path for info in storage.list_glob(f"{bucket}/.data/**/*.txt")] == [f"{bucket}/.data/a.txt"]
 
 
 @pytest.mark.parametrize(
@@ -89,8 +155,9 @@ def test_a_path_matches_a_glob_without_being_there(path: str, pattern: str, expe
     assert storage.matches_glob(path, pattern) == expected
 
 
-def test_version_changes_with_the_content(tree: str) -> None:
-    path = storage.join(tree, "a.txt")
+def test_version_changes_with_the_content(folder: str) -> None:
+    path = storage.join(folder, "a.txt")
+    storage.publish_bytes(path, b"a.txt")
     before = storage.find_file(path)
     storage.publish_bytes(path, b"other")
     after = storage.find_file(path)
@@ -100,12 +167,16 @@ def test_version_changes_with_the_content(tree: str) -> None:
     assert before.version != after.version
 
 
-def test_delete_and_exists(tree: str) -> None:
+@pytest.mark.parametrize("kind", ["tree", "remote_tree"])
+def test_delete_and_exists(kind: str, request: pytest.FixtureRequest) -> None:
+    tree = request.getfixturevalue(kind)
+    storage.publish_bytes(f"{tree}/bb", b"")  # begins like a folder that is deleted
     assert storage.exists(storage.join(tree, "b"))
     storage.delete(storage.join(tree, "b"))
     storage.delete(storage.join(tree, "b"))
     storage.delete(storage.join(tree, "a.txt"))
-    assert storage.list_folder(tree) == []
+    assert relative(storage.list_folder(tree), tree) == ["bb"]
+    assert not storage.exists(storage.join(tree, "b"))
 
 
 def test_compressed_input_is_read_through(tmp_path: Path) -> None:
@@ -125,74 +196,90 @@ def test_local_mistakes_name_the_path(tree: str) -> None:
         storage.publish_bytes(storage.join(tree, "a.txt", "b.txt"), b"")
 
 
-def test_s3_publish_is_one_put(s3: Stubber, tree: str) -> None:
-    s3.add_response("put_object", {}, {"Bucket": "bucket", "Key": "a/b.txt", "Body": b"data"})
-    storage.publish_bytes("s3://bucket/a/b.txt", b"data")
-    s3.add_response("put_object", {}, {"Bucket": "bucket", "Key": "a/c.txt", "Body": ANY, "ChecksumAlgorithm": ANY})
-    storage.publish_file(storage.join(tree, "a.txt"), "s3://bucket/a/c.txt")
-
-
-def test_s3_objects_are_read_by_ranges_and_can_seek(s3: Stubber, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s3_objects_are_read_by_ranges_and_can_seek(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sink = io.BytesIO()
     pq.write_table(pa.table({"row": list(range(1000))}), sink)
-    content = sink.getvalue()
+    storage.publish_bytes(f"{bucket}/x", sink.getvalue())
     monkeypatch.setattr(s3_objects, "READ_BUFFER_BYTES", 512)
-    s3.add_response("head_object", {"ContentLength": len(content), "ETag": '"tag"'}, {"Bucket": "bucket", "Key": "x"})
-    monkeypatch.setattr(s3.client, "get_object", lambda **request: {"Body": _range(content, **request)})
-    with storage.open_read("s3://bucket/x") as file:
+    with storage.open_read(f"{bucket}/x") as file:
         assert pq.read_table(file)["row"].to_pylist() == list(range(1000))
         file.seek(-4, os.SEEK_END)
         assert file.read() == b"PAR1"
 
 
-def _range(content: bytes, *, Bucket: str, Key: str, Range: str, IfMatch: str) -> StreamingBody:
-    assert (Bucket, Key, IfMatch) == ("bucket", "x", '"tag"')
-    first, last = map(int, Range.removeprefix("bytes=").split("-"))
-    assert last < len(content)
-    return StreamingBody(io.BytesIO(content[first : last + 1]), last + 1 - first)
+def test_more_objects_than_one_answer_holds_are_listed_and_deleted(bucket: str) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda number: storage.publish_bytes(f"{bucket}/many/{number:05d}", b""), range(1005)))
+    assert len(storage.list_folder(f"{bucket}/many")) == 1005
+    assert len(storage.list_glob(f"{bucket}/many/0100?")) == 5
+    storage.publish_bytes(f"{bucket}/manyfold", b"")
+    storage.delete(f"{bucket}/many")
+    assert [info.path for info in storage.list_folder(bucket)] == [f"{bucket}/manyfold"]
 
 
-def test_s3_missing_object_is_no_error_to_ask_for(s3: Stubber) -> None:
-    s3.add_client_error("head_object", "404", http_status_code=404)
-    s3.add_response("list_objects_v2", listing(), {"Bucket": "bucket", "Prefix": "x/", "MaxKeys": 1})
-    assert not storage.exists("s3://bucket/x")
+ODD_KEYS = ["a b", "ü€/漢", "100%", "p%20q", "x//y", "/lead", "plus+", "a#b?c", "a&b=c", "~'!()", "..", "trailing."]
 
 
-def test_s3_delete_takes_what_is_below_the_folder_only(s3: Stubber) -> None:
-    s3.add_response("list_objects_v2", listing("x/", "x/a"), {"Bucket": "bucket", "Prefix": "x/"})
-    deleted = {"Objects": [{"Key": "x/"}, {"Key": "x/a"}, {"Key": "x"}], "Quiet": True}
-    s3.add_response("delete_objects", {}, {"Bucket": "bucket", "Delete": deleted})
-    storage.delete("s3://bucket/x")
+@pytest.mark.parametrize("key", ODD_KEYS)
+def test_odd_keys_are_taken_as_they_are(bucket: str, key: str) -> None:
+    path = f"{bucket}/{key}/file"
+    storage.publish_bytes(path, key.encode())
+    assert storage.read_bytes(path) == key.encode()
+    assert storage.exists(f"{bucket}/{key}")
+    storage.delete(f"{bucket}/{key}")
+    assert not storage.exists(path)
 
 
-@pytest.mark.parametrize(
-    ("code", "words"),
-    [("NoSuchBucket", "no bucket 'bucket'"), ("AccessDenied", "access denied"), ("ExpiredToken", "access denied")],
-)
-def test_s3_mistakes_say_what_is_wrong(s3: Stubber, code: str, words: str) -> None:
-    s3.add_client_error("list_objects_v2", code)
-    with pytest.raises(InputError, match=words):
-        storage.list_folder("s3://bucket/x")
+def test_a_bucket_alone_is_a_folder(bucket: str) -> None:
+    storage.publish_bytes(f"{bucket}/a", b"")
+    for path in (bucket, f"{bucket}/"):
+        assert [info.path for info in storage.list_folder(path)] == [f"{bucket}/a"]
+        assert storage.exists(path)
+        assert not storage.is_empty(path)
 
 
-@pytest.mark.parametrize(
-    ("error", "words"),
-    [(EndpointConnectionError(endpoint_url="http://nowhere"), "no answer"), (NoCredentialsError(), "credentials")],
-)
-def test_s3_without_network_or_credentials(
-    s3: Stubber, monkeypatch: pytest.MonkeyPatch, error: Exception, words: str
-) -> None:
-    def fail(**request: Any) -> None:
-        raise error
-
-    monkeypatch.setattr(s3.client, "put_object", fail)
-    with pytest.raises(InputError, match=words):
-        storage.publish_bytes("s3://bucket/x", b"")
+@pytest.mark.parametrize("key", ["run", "ru n/ü/100%25", "a/b"])
+def test_checkpoints_are_written_where_the_run_is(bucket: str, key: str) -> None:
+    """Ray Train has the path from us and the filesystem from pyarrow; as one URI, pyarrow would decode the path."""
+    settings = storage.run_storage(f"{bucket}/{key}")
+    filesystem, path = settings["storage_filesystem"], settings["storage_path"]
+    filesystem.create_dir(f"{path}/checkpoints")
+    with filesystem.open_output_stream(f"{path}/checkpoints/a") as file:
+        file.write(b"weights")
+    assert storage.read_bytes(f"{bucket}/{key}/checkpoints/a") == b"weights"
+    filesystem.delete_dir(f"{path}/checkpoints")
+    assert storage.list_folder(f"{bucket}/{key}") == []
 
 
-def test_uri_without_a_bucket() -> None:
-    with pytest.raises(InputError, match="bucket"):
-        storage.list_folder("s3:///x")
+def test_a_missing_bucket_is_named(s3_server: str, tmp_path: Path) -> None:
+    path = "s3://no-such-bucket/x"
+    for call in (
+        storage.list_folder,
+        storage.is_empty,
+        storage.exists,
+        storage.delete,
+        storage.run_storage,
+        lambda path: storage.publish_bytes(path, b""),
+        lambda path: storage.publish_new(path, b""),
+        lambda path: storage.publish_file(__file__, path),
+    ):
+        with pytest.raises(InputError, match="no bucket 'no-such-bucket'"):
+            call(path)
+    with pytest.raises(InputError, match=r"s3://no-such-bucket/x: found no such object.*the bucket"):
+        storage.read_bytes(path)
+
+
+def test_names_that_cannot_be() -> None:
+    for path, words in (("s3:///x", "no bucket name"), ("s3://Not a bucket/x", "bucket or key name")):
+        with pytest.raises(InputError, match=words):
+            storage.list_folder(path)
+
+
+def test_a_missing_object_is_no_error_to_ask_for(bucket: str) -> None:
+    assert not storage.exists(f"{bucket}/x")
+    assert storage.find_file(f"{bucket}/x") is None
+    with pytest.raises(InputError, match="no such object"):
+        storage.read_bytes(f"{bucket}/x")
 
 
 def test_join() -> None:
