@@ -168,6 +168,7 @@ def _run_stage(
         ),
         has_trained_placeholder=start.has_trained_placeholder,
         add_mask_row=start.adds_mask_row,
+        attention=recipe.model.attention,
         seed=recipe.run.seed,
         log_every=recipe.run.log_every,
         checkpoint_every=recipe.run.checkpoint_every,

@@ -19,7 +19,7 @@ from workers.models.folder import (
     load_tokenizer,
     read_multi_token_settings,
 )
-from workers.models.loading import check_loadable
+from workers.models.loading import check_flex_attention, check_loadable
 from workers.models.placeholder import find_placeholder
 
 _logger = logging.getLogger(__name__)
@@ -81,7 +81,10 @@ class TrainingInputs:
         return self._start_model(folder), self._data
 
     def _start_model(self, folder: str) -> StartModel:
-        check_loadable(folder)
+        if self._model.attention == "flex":
+            check_flex_attention(folder)
+        else:
+            check_loadable(folder)
         facts = inspect_model_folder(folder)
         tokenizer = load_tokenizer(folder)
         check_prompt_format(tokenizer, self._data.prompt_format, "data.prompt_format")

@@ -3,7 +3,7 @@
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import ray.train
 import torch
@@ -14,7 +14,7 @@ from workers.config import DistributedSettings, OptimizationSettings
 from workers.errors import InputError
 from workers.models.export import export_folder
 from workers.models.folder import MultiTokenSettings, load_tokenizer
-from workers.models.loading import add_mask_row, init_mask_embedding, load_causal_lm
+from workers.models.loading import add_mask_row, choose_attention, init_mask_embedding, load_causal_lm
 from workers.objectives.losses import LossModule
 from workers.objectives.mars import MarsObjective
 from workers.objectives.probe import check_two_streams
@@ -39,6 +39,7 @@ class StageJob:
     settings: MultiTokenSettings
     has_trained_placeholder: bool
     add_mask_row: bool
+    attention: Literal["auto", "dense", "flex"]
     seed: int
     log_every: int
     checkpoint_every: int
@@ -87,7 +88,11 @@ def run_stage(config: dict[str, Any]) -> None:
 
 
 def _load_model(job: StageJob) -> Any:
-    model = load_causal_lm(job.start_model, dtype=torch.bfloat16 if job.distributed.use_gpu else torch.float32)
+    model = load_causal_lm(
+        job.start_model,
+        dtype=torch.bfloat16 if job.distributed.use_gpu else torch.float32,
+        attention=choose_attention(job.start_model, job.attention, on_gpu=job.distributed.use_gpu),
+    )
     if job.add_mask_row:
         add_mask_row(model)
     if job.objective.block_size > 1 and not job.has_trained_placeholder:

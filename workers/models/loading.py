@@ -5,7 +5,7 @@ Shapes: N positions, D model width, V vocabulary.
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from workers.errors import InputError
+from workers.models.attention_masks import FLEX
 from workers.models.folder import (
     ModelFacts,
     MultiTokenSettings,
@@ -27,12 +28,17 @@ __all__ = [
     "MultiTokenSettings",
     "add_mask_row",
     "backbone_and_head",
+    "check_flex_attention",
+    "choose_attention",
     "init_mask_embedding",
     "inspect_model_folder",
     "load_causal_lm",
     "load_tokenizer",
     "read_multi_token_settings",
 ]
+
+_ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+_SMALLEST_FLEX_HEAD = 16
 
 
 class ModelParts(NamedTuple):
@@ -61,22 +67,69 @@ def check_loadable(folder: str) -> type[PreTrainedModel]:
     return model_class
 
 
-def load_causal_lm(folder: str, *, dtype: torch.dtype) -> PreTrainedModel:
+def load_causal_lm(
+    folder: str, *, dtype: torch.dtype, attention: Literal["dense", "flex"] = "dense"
+) -> PreTrainedModel:
     """The model of a folder in evaluation mode, on the CPU unless a default device is set.
 
-    Models that cannot run `sdpa` (Gemma 2 caps its attention scores) get `eager` instead.
+    Args:
+        folder: the model folder.
+        dtype: of the weights.
+        attention: `dense` runs `sdpa`, or `eager` where a model cannot (Gemma 2 caps its attention scores); `flex` is
+            FlexAttention, for training on GPUs.
 
     Raises:
-        InputError: what `check_loadable` finds.
+        InputError: what `check_loadable` and, with `flex`, `check_flex_attention` find.
     """
-    attention = "sdpa" if check_loadable(folder)._supports_sdpa else "eager"
+    if attention == "flex":
+        check_flex_attention(folder)
+        # One kernel for each window, number of rows (one, several), and with or without gradients: more than the default of
+        # 8, beyond which torch would silently hold all scores in memory.
+        torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+        implementation = FLEX
+    else:
+        implementation = "sdpa" if check_loadable(folder)._supports_sdpa else "eager"
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation=attention, local_files_only=True
+            folder, dtype=dtype, attn_implementation=implementation, local_files_only=True
         )
     except SafetensorError as error:
         raise InputError(folder, f"damaged weights ({error})", "whole safetensors files", "Copy them again.") from error
     return model.eval()
+
+
+def choose_attention(
+    folder: str, wanted: Literal["auto", "dense", "flex"], *, on_gpu: bool
+) -> Literal["dense", "flex"]:
+    """What `model.attention` means for a model: `auto` is FlexAttention on GPUs for every model that can run it."""
+    if wanted != "auto":
+        return wanted
+    return "flex" if on_gpu and _obstacle_to_flex(folder) is None else "dense"
+
+
+def check_flex_attention(folder: str) -> None:
+    """Refuses a model that cannot be trained with FlexAttention.
+
+    Raises:
+        InputError: names what stands in the way, or what `check_loadable` finds.
+    """
+    obstacle = _obstacle_to_flex(folder)
+    if obstacle is not None:
+        raise InputError("model.attention", f"flex, but {folder} has {obstacle}", "auto or dense for this model")
+
+
+def _obstacle_to_flex(folder: str) -> str | None:
+    model_class = check_loadable(folder)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
+    if not model_class._supports_flex_attn:
+        return f"model type {config.model_type}, for which transformers has no FlexAttention"
+    dropout = next((name for name in _ATTENTION_DROPOUTS if getattr(config, name, None)), None)
+    if dropout is not None:
+        return f"{dropout} {getattr(config, dropout)}, which FlexAttention does not do"
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if head_size < _SMALLEST_FLEX_HEAD:
+        return f"attention heads of {head_size}, below the {_SMALLEST_FLEX_HEAD} of its GPU kernels"
+    return None
 
 
 def backbone_and_head(model: PreTrainedModel) -> ModelParts:
