@@ -1,6 +1,7 @@
 """What a training run starts from: SFT shards and a model folder, both checked first, both made when the user has none."""
 
 import logging
+import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from workers.models.folder import (
     load_tokenizer,
     read_multi_token_settings,
 )
+from workers.models.gguf import convert_gguf, describe_gguf, is_gguf
 from workers.models.loading import check_flex_attention, check_loadable
 from workers.models.placeholder import find_placeholder
 
@@ -60,7 +62,7 @@ class TrainingInputs:
                 self._run.require_outside("data.train", shard.path)
         if self._model.path is not None:
             self._run.require_outside("model.path", resolve(self._model.path))
-            self._start_model(resolve(self._model.path))
+            self._check_model(resolve(self._model.path))
 
     def materialize(self) -> tuple[StartModel, DataSettings]:
         """The start model and the settings of the data, both on disk now."""
@@ -68,9 +70,13 @@ class TrainingInputs:
             self._is_example and not Path(self._run.join("example", "heldout")).exists()
         ):  # written after the training shards
             write_quickstart_data(self._run.join("example"), seed=self._seed)
-        if self._model.path is not None:
-            return self._start_model(resolve(self._model.path)), self._data
+        path = None if self._model.path is None else resolve(self._model.path)
+        if path is not None and not is_gguf(path):
+            return self._start_model(path), self._data
         folder = self._run.join("initial_model")
+        if path is not None and not Path(folder).exists():
+            convert_gguf(path, folder)
+            _logger.info("%s as an ordinary model folder in %s", path, folder)
         if not Path(folder).exists():
             scratch = self._model.from_scratch
             tokenizer = train_tokenizer(
@@ -80,11 +86,20 @@ class TrainingInputs:
             _logger.info("new model and a tokenizer of %d tokens in %s", len(tokenizer), folder)
         return self._start_model(folder), self._data
 
-    def _start_model(self, folder: str) -> StartModel:
+    def _check_model(self, path: str) -> None:
+        if not is_gguf(path):
+            self._start_model(path)
+            return
+        with tempfile.TemporaryDirectory(prefix="marsray-gguf-") as parent:
+            folder = str(Path(parent) / Path(path).name)  # named in what is refused
+            describe_gguf(path, folder)
+            self._start_model(folder, has_weights=False)
+
+    def _start_model(self, folder: str, *, has_weights: bool = True) -> StartModel:
+        if has_weights:
+            check_loadable(folder)
         if self._model.attention == "flex":
             check_flex_attention(folder)
-        else:
-            check_loadable(folder)
         facts = inspect_model_folder(folder)
         tokenizer = load_tokenizer(folder)
         check_prompt_format(tokenizer, self._data.prompt_format, "data.prompt_format")

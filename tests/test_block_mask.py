@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import MASK_ID, MODEL_TYPES, random_samples, tiny_model
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -91,15 +92,13 @@ class LargestTensor(TorchDispatchMode):
 
 def test_memory_grows_with_the_length_and_not_with_its_square() -> None:
     largest = {}
-    for length in (2048, 8192, 32768):
+    for length in (1024, 2048, 8192):
         position = torch.arange(length)[None]
         places = Places(position // 1000, torch.zeros_like(position), position % 1000, position % 1000)
         with LargestTensor() as seen:
             build_block_mask(places, 300)
         largest[length] = seen.num_elements
-    assert largest[2048] == 128 * 2048  # one block of queries against all keys
-    assert largest[8192] == 4 * largest[2048]
-    assert largest[32768] == 16 * largest[2048]
+    assert largest == {length: 128 * length for length in largest}  # one block of queries against all keys
 
 
 @pytest.fixture
@@ -116,6 +115,7 @@ FLEX_TYPES = [model_type for model_type in MODEL_TYPES if model_type != "gpt2"]
 
 
 @torch.no_grad()
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
 @pytest.mark.usefixtures("_uncompiled_flex")
 @pytest.mark.parametrize("model_type", FLEX_TYPES)
 def test_flex_attention_gives_the_logits_of_the_dense_mask(model_type: str) -> None:
@@ -137,6 +137,7 @@ def windows_of(model: torch.nn.Module) -> list[str]:
     return getattr(model.config, "layer_types", None) or ["one"]
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
 @pytest.mark.usefixtures("_uncompiled_flex")
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "gemma2"])
 def test_the_probe_runs_on_flex_attention(model_type: str) -> None:
@@ -145,23 +146,19 @@ def test_the_probe_runs_on_flex_attention(model_type: str) -> None:
     check_two_streams(model)
 
 
-def test_rows_of_any_length_are_compiled_a_few_times_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each batch has masks of its own; were they constants of the compiled kernel, every batch would compile one."""
-    import torch._dynamo
-    from torch._dynamo.testing import CompileCounter
-
+def test_rows_of_any_length_are_compiled_a_few_times_only() -> None:
+    """Each batch has masks of its own: were they constants of the kernel, every batch would compile one, up to a limit."""
     torch._dynamo.reset()
     counter = CompileCounter()
     compiled = torch.compile(flex_attention, backend=counter)
-    with torch.no_grad():
-        for seed in range(4):
-            for batch in pack(30, seed, row_tokens=300 + 100 * seed):
-                places = batch.places()
-                mask = build_block_mask(places)
-                num_rows, length = places.document.shape
-                query_BHLD = torch.randn(num_rows, 2, length, 16)
-                compiled(query_BHLD, query_BHLD, query_BHLD, block_mask=mask)
-    assert counter.frame_count <= 4
+    counts = []
+    for seed in range(6):
+        for batch in pack(30, seed, row_tokens=300 + 80 * seed):
+            mask = build_block_mask(batch.places())
+            query_BHLD = torch.randn(batch.token_ids_BL.shape[0], 2, batch.token_ids_BL.shape[1], 16)
+            compiled(query_BHLD, query_BHLD, query_BHLD, block_mask=mask)
+        counts.append(counter.frame_count)
+    assert counts[-1] == counts[2] <= 6
 
 
 def save(model_type: str, folder: str, **changes: object) -> str:

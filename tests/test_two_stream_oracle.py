@@ -15,6 +15,7 @@ from workers.objectives.mars import MarsObjective
 from workers.objectives.probe import check_two_streams
 from workers.objectives.streams import PackedBatch, Sample, response_phases
 
+
 def naive_blocks(sample: Sample, objective: MarsObjective) -> list[tuple[int, int]]:
     """Half-open spans of the blocks of all responses, one token at a time."""
     blocks = []

@@ -49,15 +49,19 @@ class ModelParts(NamedTuple):
     transform: Callable[[Tensor], Tensor]
 
 
-def check_loadable(folder: str) -> type[PreTrainedModel]:
-    """The class of a folder's model, from its config and the names of its files: no weights are read.
+def check_loadable(folder: str) -> None:
+    """Refuses a folder from which no model can be loaded, by its config and the names of its files: no weights are read.
 
     Raises:
         InputError: no such folder, no config, no weights, or a model type that is no attention-only causal model.
     """
-    facts = inspect_model_folder(folder)
+    _model_class(folder)
     if not any(Path(folder).glob("*.safetensors")) and not any(Path(folder).glob("pytorch_model*.bin")):
         raise InputError(folder, "no weights", "model.safetensors, whole or in shards")
+
+
+def _model_class(folder: str) -> type[PreTrainedModel]:
+    facts = inspect_model_folder(folder)
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise InputError(folder, f"model type {facts.model_type}", "a causal language model")
@@ -81,6 +85,7 @@ def load_causal_lm(
     Raises:
         InputError: what `check_loadable` and, with `flex`, `check_flex_attention` find.
     """
+    check_loadable(folder)
     if attention == "flex":
         check_flex_attention(folder)
         # One kernel for each window, number of rows (one, several), and with or without gradients: more than the default of
@@ -88,7 +93,7 @@ def load_causal_lm(
         torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
         implementation = FLEX
     else:
-        implementation = "sdpa" if check_loadable(folder)._supports_sdpa else "eager"
+        implementation = "sdpa" if _model_class(folder)._supports_sdpa else "eager"
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, attn_implementation=implementation, local_files_only=True
@@ -111,7 +116,7 @@ def check_flex_attention(folder: str) -> None:
     """Refuses a model that cannot be trained with FlexAttention.
 
     Raises:
-        InputError: names what stands in the way, or what `check_loadable` finds.
+        InputError: names what stands in the way, or that the model type is no attention-only causal model.
     """
     obstacle = _obstacle_to_flex(folder)
     if obstacle is not None:
@@ -119,7 +124,7 @@ def check_flex_attention(folder: str) -> None:
 
 
 def _obstacle_to_flex(folder: str) -> str | None:
-    model_class = check_loadable(folder)
+    model_class = _model_class(folder)
     config = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
     if not model_class._supports_flex_attn:
         return f"model type {config.model_type}, for which transformers has no FlexAttention"

@@ -37,7 +37,8 @@ def build_attention_mask(model: PreTrainedModel, places: Places) -> AttentionMas
     windows = attention_windows(model.config)
     if takes_block_masks(model.config):
         block_masks = {name: build_block_mask(places, window) for name, window in windows.items()}
-        return pack_by_layer_type(block_masks)
+        packed = pack_by_layer_type(block_masks)
+        return packed
     return pack_masks(
         {name: dense_visibility(places, window) for name, window in windows.items()},
         is_additive=takes_additive_masks(model.config),
