@@ -37,7 +37,8 @@ def attention_windows(config: PreTrainedConfig) -> dict[str, int | None]:
         raise InputError(
             f"model type {config.model_type}", f"layers of type {', '.join(unknown)}", f"{FULL} or {SLIDING} layers"
         )
-    assert window is not None or SLIDING not in layer_types
+    if window is None and SLIDING in layer_types:
+        raise InputError(f"model type {config.model_type}", "sliding layers and no sliding_window", "a sliding_window")
     return {layer_type: window if layer_type == SLIDING else None for layer_type in sorted(set(layer_types))}
 
 

@@ -3,23 +3,31 @@
 Shapes: N positions, D model width, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from workers.errors import InputError
-from workers.models.attention_masks import FLEX
+from workers.models.attention_masks import FLEX, attention_windows
 from workers.models.folder import (
     ModelFacts,
     MultiTokenSettings,
     inspect_model_folder,
     load_tokenizer,
     read_multi_token_settings,
+    unfit_config,
 )
 
 __all__ = [
@@ -62,13 +70,22 @@ def check_loadable(folder: str) -> None:
 
 def _model_class(folder: str) -> type[PreTrainedModel]:
     facts = inspect_model_folder(folder)
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = _load_config(folder)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise InputError(folder, f"model type {facts.model_type}", "a causal language model")
     model_class: type[PreTrainedModel] = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if getattr(model_class, "_is_stateful", False):
         raise InputError(folder, f"model type {facts.model_type}, which has recurrent state", "an attention-only model")
+    attention_windows(config)
     return model_class
+
+
+def _load_config(folder: str) -> PreTrainedConfig:
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except StrictDataclassError as error:
+        raise unfit_config(folder, error) from error
+    return config
 
 
 def load_causal_lm(
@@ -83,7 +100,8 @@ def load_causal_lm(
             FlexAttention, for training on GPUs.
 
     Raises:
-        InputError: what `check_loadable` and, with `flex`, `check_flex_attention` find.
+        InputError: what `check_loadable` and, with `flex`, `check_flex_attention` find; weights that are damaged, missing
+            or of other shapes than config.json says.
     """
     check_loadable(folder)
     if attention == "flex":
@@ -95,12 +113,31 @@ def load_causal_lm(
     else:
         implementation = "sdpa" if _model_class(folder)._supports_sdpa else "eager"
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation=implementation, local_files_only=True
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            attn_implementation=implementation,
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
         )
     except SafetensorError as error:
         raise InputError(folder, f"damaged weights ({error})", "whole safetensors files", "Copy them again.") from error
-    return model.eval()
+    _refuse_other_weights(folder, report)
+    loaded: PreTrainedModel = model.eval()
+    return loaded
+
+
+def _refuse_other_weights(folder: str, report: Mapping[str, Any]) -> None:
+    """Weights that config.json asks for and the files do not have would be random ones, without a word."""
+    misshapen = [
+        f"{name} of shape {list(found)}, not {list(asked)}" for name, found, asked in report["mismatched_keys"]
+    ]
+    missing = [f"no {name}" for name in report["missing_keys"]]
+    others = sorted(misshapen) + sorted(missing)
+    if others:
+        more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+        raise InputError(f"{folder}: weights", "; ".join(others[:3]) + more, "the weights that config.json describes")
 
 
 def choose_attention(
@@ -125,7 +162,7 @@ def check_flex_attention(folder: str) -> None:
 
 def _obstacle_to_flex(folder: str) -> str | None:
     model_class = _model_class(folder)
-    config = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
+    config = _load_config(folder).get_text_config()
     if not model_class._supports_flex_attn:
         return f"model type {config.model_type}, for which transformers has no FlexAttention"
     dropout = next((name for name in _ATTENTION_DROPOUTS if getattr(config, name, None)), None)

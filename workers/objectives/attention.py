@@ -3,6 +3,8 @@
 Shapes: B rows, L positions of a row (queries and keys alike).
 """
 
+from collections.abc import Mapping
+
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import PreTrainedModel
@@ -36,11 +38,13 @@ def build_attention_mask(model: PreTrainedModel, places: Places) -> AttentionMas
     """
     windows = attention_windows(model.config)
     if takes_block_masks(model.config):
-        block_masks = {name: build_block_mask(places, window) for name, window in windows.items()}
-        packed = pack_by_layer_type(block_masks)
-        return packed
+        return _block_masks(places, windows)
     return pack_masks(
         {name: dense_visibility(places, window) for name, window in windows.items()},
         is_additive=takes_additive_masks(model.config),
         dtype=model.dtype,
     )
+
+
+def _block_masks(places: Places, windows: Mapping[str, int | None]) -> BlockMask | dict[str, BlockMask]:
+    return pack_by_layer_type({name: build_block_mask(places, window) for name, window in windows.items()})
