@@ -93,14 +93,22 @@ def test_loss_weighs_both_sums() -> None:
     torch.testing.assert_close(sums.loss, 0.7 * sums.ar_sum + sums.mask_sum)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen2"])
-def test_packed_equals_unpacked(model_type: str) -> None:
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt2"])
+@pytest.mark.parametrize("objective", [AR, MARS], ids=["sft", "mars"])
+def test_packed_and_unpacked_samples_give_the_same_gradient(model_type: str, objective: MarsObjective) -> None:
+    """For every parameter, 1e-5 of its gradient's norm in float32."""
     model = tiny_model(model_type)
     samples = random_samples(5, seed=4)
-    alone = run(model, MARS, MARS.pack(samples, row_tokens=1, micro_batch_rows=1))
+    alone_sums, alone = run(model, objective, objective.pack(samples, row_tokens=1, micro_batch_rows=1))
+    assert alone.keys() == dict(model.named_parameters()).keys()
     for row_tokens, micro_batch_rows in [(1, 5), (100, 1), (100, 8), (400, 2)]:
-        packed = MARS.pack(samples, row_tokens=row_tokens, micro_batch_rows=micro_batch_rows)
-        assert_same(run(model, MARS, packed), alone)
+        batches = objective.pack(samples, row_tokens=row_tokens, micro_batch_rows=micro_batch_rows)
+        packed_sums, packed = run(model, objective, batches)
+        torch.testing.assert_close(packed_sums.loss, alone_sums.loss, atol=0, rtol=1e-5)
+        for name, gradient in alone.items():
+            error = float((packed[name] - gradient).norm() / gradient.norm())
+            # The bias of keys shifts all scores of a query alike: its gradient is rounding.
+            assert error < 1e-5 or float(gradient.norm()) < 1e-4, name
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2_sliding"])
