@@ -5,11 +5,11 @@ import torch
 import transformers.integrations.flex_attention as flex_integration
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from largest_tensor import LargestTensor
 from tiny_models import MASK_ID, MODEL_TYPES, random_samples, tiny_model
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, flex_attention
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from workers.errors import InputError
 from workers.models.loading import backbone_and_head, check_flex_attention, choose_attention, load_causal_lm
@@ -75,19 +75,6 @@ def test_blocks_that_are_seen_whole_and_not_at_all_are_told_apart() -> None:
     mask = build_block_mask(places)
     assert listed_blocks(mask, "kv") == [[[0], [1], [2], [3]]]
     assert listed_blocks(mask, "full_kv") == [[[], [0], [0, 1], [0, 1, 2]]]
-
-
-class LargestTensor(TorchDispatchMode):
-    """Elements of the largest tensor that any operation returned."""
-
-    num_elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for value in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(value, Tensor):
-                self.num_elements = max(self.num_elements, value.untyped_storage().nbytes() // value.element_size())
-        return result
 
 
 def test_memory_grows_with_the_length_and_not_with_its_square() -> None:
@@ -177,6 +164,10 @@ def test_auto_is_flex_on_gpus_where_the_model_can(tmp_path) -> None:
     assert choose_attention(unable, "auto", on_gpu=True) == "dense"
     assert choose_attention(able, "dense", on_gpu=True) == "dense"
     assert choose_attention(unable, "flex", on_gpu=True) == "flex"  # asked for by name: refused, not replaced
+    loaded = load_causal_lm(able, dtype=torch.float32, attention="flex")
+    assert loaded.config._attn_implementation == "flex_attention"
+    assert torch._dynamo.config.recompile_limit >= 64
+    assert load_causal_lm(able, dtype=torch.float32).config._attn_implementation == "sdpa"
 
 
 @pytest.mark.parametrize(
