@@ -58,7 +58,7 @@ def test_the_recipes_for_qwen_have_the_settings_of_the_paper(size: str) -> None:
         assert (training.learning_rate, training.warmup_share, training.schedule) == (5e-6, 0.03, "cosine")
         assert (distributed.num_workers, distributed.use_gpu, distributed.zero_stage) == (8, True, 2)
         assert (recipe.data.max_length, recipe.objective.ar_weight) == (512, 1.0)
-    assert recipe.model.path == f"runs/sft_qwen2_5_{size}/sft/model"  # what the first stage leaves
+    assert recipe.model.path == f"runs/sft_qwen2.5_{size}/sft/model"  # what the first stage leaves
     assert (
-        command_line.parse(TrainMarsRecipe, f"sft_qwen2.5_{size}.yaml", [])[0].run.output == f"runs/sft_qwen2_5_{size}"
+        command_line.parse(TrainMarsRecipe, f"sft_qwen2.5_{size}.yaml", [])[0].run.output == f"runs/sft_qwen2.5_{size}"
     )
