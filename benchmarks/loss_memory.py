@@ -15,8 +15,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 VOCAB_SIZE = 151_936
-LENGTHS, QUICK_LENGTHS = (512, 1024, 2048, 4096, 8192), (512, 1024, 2048, 4096)
-LONGEST_UNCHUNKED, QUICK_LONGEST_UNCHUNKED = 2048, 1024  # 8192 positions would take about 15 GiB
+LENGTHS, QUICK_LENGTHS = (512, 1024, 2048, 4096, 8192), (512, 2048)
+LONGEST_UNCHUNKED, QUICK_LONGEST_UNCHUNKED = 2048, 512  # 8192 positions would take about 15 GiB
 
 
 def peak_mib(length: int, is_chunked: bool) -> float:
