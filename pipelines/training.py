@@ -216,6 +216,7 @@ def _stage_job(
         has_trained_placeholder=start.has_trained_placeholder,
         add_mask_row=start.adds_mask_row,
         lora=recipe.lora,
+        attention=recipe.model.attention,
         seed=recipe.run.seed,
         log_every=recipe.run.log_every,
         checkpoint_every=recipe.run.checkpoint_every,

@@ -22,7 +22,8 @@ from workers.models.folder import (
     load_tokenizer,
     read_multi_token_settings,
 )
-from workers.models.loading import check_loadable
+from workers.models.gguf import convert_gguf, describe_gguf, is_gguf
+from workers.models.loading import check_flex_attention, check_loadable
 from workers.models.lora import check_lora
 from workers.models.placeholder import find_placeholder
 
@@ -71,7 +72,7 @@ class TrainingInputs:
             self._check_held_out({_real_path(shard.path) for shard in shards})
         if self._model.path is not None:
             self._run.require_outside("model.path", resolve(self._model.path))
-            self._start_model(resolve(self._model.path))
+            self._check_model(resolve(self._model.path))
 
     def _check_held_out(self, trained: set[str]) -> None:
         for shard in inspect_shards(self._data, self._data.held_out, "data.held_out"):
@@ -85,18 +86,26 @@ class TrainingInputs:
         """The start model and the settings of the data, both in place now."""
         if self._is_example:
             self._write_example()
-        if self._model.path is not None:
-            return self._start_model(resolve(self._model.path)), self._data
+        path = None if self._model.path is None else resolve(self._model.path)
+        if path is not None and not is_gguf(path):
+            return self._start_model(path), self._data
         folder = self._run.join("initial_model")
         if not model_folders.exists(folder):
-            scratch = self._model.from_scratch
-            tokenizer = train_tokenizer(
-                iterate_texts(self._data), vocab_size=scratch.vocab_size, max_positions=scratch.max_positions
-            )
             with model_folders.staged(folder) as unpublished:
-                create_model_folder(scratch, tokenizer, unpublished, seed=self._seed)
-            _logger.info("new model and a tokenizer of %d tokens in %s", len(tokenizer), folder)
+                self._make_model(path, unpublished)
         return self._start_model(folder), self._data
+
+    def _make_model(self, gguf_path: str | None, folder: str) -> None:
+        if gguf_path is not None:
+            convert_gguf(model_folders.fetch(gguf_path), folder)
+            _logger.info("%s as an ordinary model folder", gguf_path)
+            return
+        scratch = self._model.from_scratch
+        tokenizer = train_tokenizer(
+            iterate_texts(self._data), vocab_size=scratch.vocab_size, max_positions=scratch.max_positions
+        )
+        create_model_folder(scratch, tokenizer, folder, seed=self._seed)
+        _logger.info("new model and a tokenizer of %d tokens", len(tokenizer))
 
     def _write_example(self) -> None:
         folder = self._run.join("example")
@@ -110,14 +119,26 @@ class TrainingInputs:
             last = [os.path.relpath(path, unpublished) for path in written.heldout_paths]
             storage.publish_folder(unpublished, folder, last=last)
 
+    def _check_model(self, path: str) -> None:
+        if not is_gguf(path):
+            self._start_model(path)
+            return
+        with tempfile.TemporaryDirectory(prefix="marsray-gguf-") as parent:
+            folder = os.path.join(parent, os.path.basename(path))  # named in what is refused
+            describe_gguf(model_folders.fetch(path), folder)
+            self._inspect(folder, has_weights=False)
+
     def _start_model(self, path: str) -> StartModel:
         with model_folders.facts(path) as folder:
             return replace(self._inspect(folder), folder=path)
 
-    def _inspect(self, folder: str) -> StartModel:
-        check_loadable(folder)
+    def _inspect(self, folder: str, *, has_weights: bool = True) -> StartModel:
+        if has_weights:
+            check_loadable(folder)
         if self._lora is not None:
             check_lora(self._lora, folder)
+        if self._model.attention == "flex":
+            check_flex_attention(folder)
         facts = inspect_model_folder(folder)
         tokenizer = load_tokenizer(folder)
         check_prompt_format(tokenizer, self._data.prompt_format, "data.prompt_format")

@@ -3,7 +3,7 @@
 import json
 import platform
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import ray.train
 import torch
@@ -20,7 +20,7 @@ from workers.config import DistributedSettings, LoraSettings, OptimizationSettin
 from workers.errors import InputError
 from workers.models.export import export_folder
 from workers.models.folder import MultiTokenSettings, load_tokenizer
-from workers.models.loading import add_mask_row, init_mask_embedding, load_causal_lm
+from workers.models.loading import add_mask_row, choose_attention, init_mask_embedding, load_causal_lm
 from workers.models.lora import add_adapters, merge_adapters
 from workers.objectives.losses import LossModule
 from workers.objectives.mars import MarsObjective
@@ -49,6 +49,7 @@ class StageJob:
     has_trained_placeholder: bool
     add_mask_row: bool
     lora: LoraSettings | None
+    attention: Literal["auto", "dense", "flex"]
     seed: int
     log_every: int
     checkpoint_every: int
@@ -155,7 +156,11 @@ def _facts(model: Any, world_size: int) -> dict[str, Any]:
 
 def _start_model(job: StageJob) -> Any:
     """The model that the stage begins with, on the CPU, its placeholder ready."""
-    model = load_causal_lm(job.start_model, dtype=torch.bfloat16 if job.distributed.use_gpu else torch.float32)
+    model = load_causal_lm(
+        job.start_model,
+        dtype=torch.bfloat16 if job.distributed.use_gpu else torch.float32,
+        attention=choose_attention(job.start_model, job.attention, on_gpu=job.distributed.use_gpu),
+    )
     if job.add_mask_row:
         add_mask_row(model)
     if job.objective.block_size > 1 and not job.has_trained_placeholder:

@@ -27,7 +27,7 @@ from workers.models.folder import (
 )
 from workers.models.loading import load_causal_lm
 
-MODEL_TYPES = ["llama", "qwen2", "gpt2", "mistral", "qwen2_sliding"]
+MODEL_TYPES = ["llama", "qwen2", "gpt2", "mistral", "qwen2_sliding", "qwen3", "smollm", "gemma2", "gemma3_text"]
 TOKENIZER = ByteTokenizer()
 # 0 is the models' pad id: it is an ordinary token of a prompt.
 END_IDS = frozenset({0, 1, 7, 12})

@@ -1,24 +1,29 @@
 """Model folders: what is read from them, what is refused, and that an exported one is an ordinary one."""
 
+import importlib.util
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_models import MASK_ID, tiny_model, word_tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from tiny_models import MASK_ID, MODEL_TYPES, tiny_model, word_tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.models.auto.configuration_auto import model_type_to_module_name
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from workers.errors import InputError
 from workers.models.export import export_folder
 from workers.models.folder import (
+    RECURRENT_TYPES,
     ModelFacts,
     MultiTokenSettings,
     inspect_model_folder,
     load_tokenizer,
     read_multi_token_settings,
 )
-from workers.models.loading import add_mask_row, init_mask_embedding, load_causal_lm
+from workers.models.loading import add_mask_row, check_loadable, init_mask_embedding, load_causal_lm
 
 SETTINGS = MultiTokenSettings(mask_token_id=MASK_ID, block_size=8, prompt_format="chat", objective="mars")
 
@@ -39,7 +44,7 @@ def force_token(model: PreTrainedModel, token_id: int) -> None:
         model.get_output_embeddings().weight[token_id] = 100 * hidden_D
 
 
-@pytest.mark.parametrize("model_type", ["llama", "llama_tied", "qwen2", "qwen2_sliding", "gpt2", "mistral"])
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_exported_folder_is_an_ordinary_one(model_type: str, tmp_path: Path) -> None:
     model = tiny_model(model_type)
     folder = exported(tmp_path, model)
@@ -155,6 +160,39 @@ def test_recurrent_models_are_refused_by_name(model_type: str, tmp_path: Path) -
         load_causal_lm(str(tmp_path), dtype=torch.float32)
 
 
+STATEFUL = re.compile(
+    r"_is_stateful = True|\b(conv|recurrent|ssm)_states?\b|selective_scan|linear_attn|LightningAttention"
+)
+
+
+def test_every_stateful_causal_model_of_transformers_is_in_the_list() -> None:
+    """By the text of its module: it says that it is stateful, or keeps a convolution's or a recurrence's state."""
+    spec = importlib.util.find_spec("transformers")
+    models = Path(spec.origin).parent / "models"
+    stateful, num_read = set(), 0
+    for model_type, class_name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        for path in (models / model_type_to_module_name(model_type)).glob("modeling_*.py"):
+            text = path.read_text()
+            if f"class {class_name}(" in text:
+                num_read += 1
+                if STATEFUL.search(text):
+                    stateful.add(model_type)
+    assert num_read > 150
+    assert len(stateful) > 25
+    assert stateful <= RECURRENT_TYPES
+    assert not RECURRENT_TYPES & {"llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt2", "phi3"}
+
+
+@pytest.mark.parametrize(("model_type", "layers"), [("llama4_text", "chunked_attention"), ("glm_moe_dsa", "indexed")])
+def test_layers_that_no_mask_can_express_are_refused_before_weights_are_read(
+    model_type: str, layers: str, tmp_path: Path
+) -> None:
+    AutoConfig.for_model(model_type).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(InputError, match=f"{model_type}.*{layers}"):
+        check_loadable(str(tmp_path))
+
+
 @pytest.mark.parametrize(
     "config", [{"model_type": "bloom"}, {"model_type": "mpt"}, {"model_type": "falcon", "alibi": True}]
 )
@@ -192,3 +230,44 @@ def test_broken_multi_token_settings_are_refused(content: str, tmp_path: Path) -
     (tmp_path / "marsray.json").write_text(content)
     with pytest.raises(InputError, match="Export the checkpoint again"):
         read_multi_token_settings(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        ('{"version": "1.0", "trunc', "invalid JSON"),
+        ('{"a": 1}', "no tokenizer"),
+        ('{"model": [1], "added_tokens": []}', "no tokenizer"),
+        ('{"model": {"type": "WordLevel", "vocab": {}}, "added_tokens": [{"id": "x"}]}', "no tokenizer"),
+        ('{"model": {"type": "unheard of"}, "added_tokens": []}', "no tokenizer"),
+    ],
+)
+def test_a_broken_tokenizer_is_refused_by_the_name_of_its_file(content: str, found: str, tmp_path: Path) -> None:
+    folder = exported(tmp_path, tiny_model("llama"))
+    (Path(folder) / "tokenizer.json").write_text(content)
+    with pytest.raises(InputError, match=rf"tokenizer\.json.*{found}"):
+        load_tokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "found"),
+    [
+        ("config.json", {"vocab_size": "many"}, r"config\.json: vocab_size: found 'many'"),
+        ("config.json", {"vocab_size": None}, r"config\.json: vocab_size: found None"),
+        ("config.json", {"max_position_embeddings": "x"}, r"config\.json: max_position_embeddings: found 'x'"),
+        ("config.json", {"num_attention_heads": "x"}, r"config\.json.*num_attention_heads"),
+        (
+            "config.json",
+            {"vocab_size": 50},
+            r"weights: found .*embed_tokens.weight of shape \[41, 32\], not \[50, 32\]",
+        ),
+        ("config.json", {"num_hidden_layers": 3}, r"weights: found no model\.layers\.2\..* and \d more"),
+        ("generation_config.json", {"eos_token_id": "x"}, r"generation_config\.json: eos_token_id: found 'x'"),
+    ],
+)
+def test_values_that_do_not_fit_are_refused_by_name(file: str, changes: dict, found: str, tmp_path: Path) -> None:
+    """Layers that the files do not have would otherwise be random ones."""
+    path = Path(exported(tmp_path, tiny_model("llama"))) / file
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    with pytest.raises(InputError, match=found):
+        load_causal_lm(str(path.parent), dtype=torch.float32)

@@ -9,7 +9,7 @@ from tiny_models import MASK_ID, random_samples
 
 from workers.objectives.attention import dense_visibility
 from workers.objectives.mars import MarsObjective
-from workers.objectives.streams import Sample, block_starts, first_fit_decreasing, response_phases
+from workers.objectives.streams import Sample, block_starts, even_bins, first_fit_decreasing, response_phases
 
 
 def sample_of(token_ids: list[int], *responses: tuple[int, int], file: int = 0, row: int = 0, epoch: int = 0) -> Sample:
@@ -141,6 +141,22 @@ def test_packing_loses_and_repeats_nothing(count: int, seed: int, row_tokens: in
 def test_first_fit_decreasing() -> None:
     assert first_fit_decreasing([3, 9, 5, 2, 20, 5], 10) == [[4], [1], [2, 5], [0, 3]]
     assert first_fit_decreasing([], 10) == []
+
+
+@given(lengths=st.lists(st.integers(1, 130), max_size=40), capacity=st.integers(1, 120))
+def test_even_bins_hold_the_same_in_as_many_rows(lengths: list[int], capacity: int) -> None:
+    bins, packed = even_bins(lengths, capacity), first_fit_decreasing(lengths, capacity)
+    assert len(bins) == len(packed)
+    assert sorted(index for members in bins for index in members) == list(range(len(lengths)))
+    loads = [sum(lengths[index] for index in members) for members in bins]
+    assert all(load <= capacity or len(members) == 1 for load, members in zip(loads, bins, strict=True))
+    assert max(loads, default=0) <= max((sum(lengths[i] for i in members) for members in packed), default=0)
+
+
+def test_even_bins_leave_no_short_row() -> None:
+    """First-fit-decreasing gives rows of 12, 12 and 3 here: a third of the batch would be padding."""
+    assert [len(members) for members in first_fit_decreasing([3] * 9, 12)] == [4, 4, 1]
+    assert [len(members) for members in even_bins([3] * 9, 12)] == [3, 3, 3]
 
 
 def test_no_samples_pack_to_no_batches() -> None:

@@ -5,17 +5,15 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from tiny_models import MASK_ID, VOCAB_SIZE, random_samples, tiny_model
+from tiny_models import MASK_ID, MODEL_TYPES, VOCAB_SIZE, random_samples, tiny_model
 from transformers import PreTrainedModel
 
 from workers.errors import InputError
 from workers.models.loading import backbone_and_head
-from workers.objectives.attention import build_attention_mask
+from workers.objectives.backbone import hidden_states
 from workers.objectives.mars import MarsObjective
 from workers.objectives.probe import check_two_streams
 from workers.objectives.streams import PackedBatch, Sample, response_phases
-
-MODEL_TYPES = ["llama", "llama_tied", "qwen2", "gpt2", "mistral", "qwen2_sliding"]
 
 
 def naive_blocks(sample: Sample, objective: MarsObjective) -> list[tuple[int, int]]:
@@ -50,12 +48,8 @@ def reference_logits(model: PreTrainedModel, sample: Sample, objective: MarsObje
 
 @torch.no_grad()
 def two_stream_logits(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
-    backbone, head, transform = backbone_and_head(model)
-    mask = build_attention_mask(model, batch.places())
-    hidden_BLD = backbone(
-        input_ids=batch.token_ids_BL, attention_mask=mask, position_ids=batch.position_ids_BL, use_cache=False
-    ).last_hidden_state
-    return transform(head(hidden_BLD.flatten(0, 1)[batch.source_N]))
+    _, head, transform = backbone_and_head(model)
+    return transform(head(hidden_states(model, batch).flatten(0, 1)[batch.source_N]))
 
 
 def sample_of(batch: PackedBatch, row: int, document: int, samples: list[Sample]) -> Sample:
@@ -75,6 +69,8 @@ def test_every_block_equals_the_plain_causal_model(
     model = tiny_model(model_type)
     objective = MarsObjective(block_size, 1.0, 1.0, random_phase, MASK_ID, seed=3)
     samples = random_samples(5, seed=block_size, num_turns=3)
+    window = getattr(model.config, "sliding_window", None)
+    assert window is None or max(len(sample.token_ids) for sample in samples) > 4 * window
     batches = objective.pack(samples, row_tokens=row_tokens, micro_batch_rows=3)
     assert any(batch.num_padding for batch in batches)
     if row_tokens > 1:
@@ -104,7 +100,7 @@ def test_every_block_equals_the_plain_causal_model(
     assert in_ar_loss == {(s.row, t - 1) for s in samples for start, end in s.responses for t in range(start, end)}
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen2"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "mistral", "gemma3_text"])
 def test_eager_attention_gives_the_same_logits(model_type: str) -> None:
     """A boolean mask handed to eager attention is added to the scores as 0 and 1: it would silently mask nothing."""
     model = tiny_model(model_type)

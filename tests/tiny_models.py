@@ -3,18 +3,7 @@
 import numpy as np
 import torch
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from workers.objectives.streams import Sample
 
@@ -36,35 +25,31 @@ SIZES = {
 }
 
 
+SLIDING = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8, "tie_word_embeddings": True, **SLIDING}
+# What a model type has beyond SIZES; windows are far shorter than the samples of the tests.
+MODEL_TYPES: dict[str, dict[str, object]] = {
+    "llama": {},
+    "llama_tied": {"tie_word_embeddings": True},
+    "smollm": {"tie_word_embeddings": True, "hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3},
+    "qwen2": {},
+    "qwen2_sliding": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    "qwen3": {"head_dim": 8},
+    "mistral": {"sliding_window": 5},
+    "gemma2": {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    "gemma3_text": {**GEMMA, "rope_parameters": None},
+    "gpt2": {},
+}
+_GPT2_SIZES = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
+_CONFIG_TYPES = {"llama_tied": "llama", "smollm": "llama", "qwen2_sliding": "qwen2"}
+
+
 def tiny_model(model_type: str, seed: int = 0) -> PreTrainedModel:
-    """A random model in evaluation mode: `llama`, `llama_tied`, `qwen2`, `qwen2_sliding`, `mistral` or `gpt2`."""
+    """A random model of one of `MODEL_TYPES` in evaluation mode, with the attention that folders are loaded with."""
     torch.manual_seed(seed)
-    model: PreTrainedModel
-    if model_type == "llama":
-        model = LlamaForCausalLM(LlamaConfig(**SIZES))
-    elif model_type == "llama_tied":
-        model = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True))
-    elif model_type == "qwen2":
-        model = Qwen2ForCausalLM(Qwen2Config(**SIZES))
-    elif model_type == "qwen2_sliding":
-        window = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
-        model = Qwen2ForCausalLM(Qwen2Config(**SIZES, **window))
-    elif model_type == "mistral":
-        model = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=5))
-    elif model_type == "gpt2":
-        config = GPT2Config(
-            vocab_size=VOCAB_SIZE,
-            n_embd=32,
-            n_layer=2,
-            n_head=4,
-            n_positions=128,
-            initializer_range=0.3,
-            bos_token_id=None,
-            eos_token_id=1,
-        )
-        model = GPT2LMHeadModel(config)
-    else:
-        raise ValueError(model_type)
+    sizes = {**SIZES, **(_GPT2_SIZES if model_type == "gpt2" else {}), **MODEL_TYPES[model_type]}
+    config = AutoConfig.for_model(_CONFIG_TYPES.get(model_type, model_type), **sizes)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     return model.eval()
 
 

@@ -4,6 +4,7 @@ Shapes: B rows, Q queries, T keys.
 """
 
 from collections.abc import Mapping
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -13,7 +14,9 @@ from workers.errors import InputError
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
+FLEX = "flex_attention"
 AttentionMask = Tensor | dict[str, Tensor]
+M = TypeVar("M")
 
 
 def attention_windows(config: PreTrainedConfig) -> dict[str, int | None]:
@@ -34,8 +37,14 @@ def attention_windows(config: PreTrainedConfig) -> dict[str, int | None]:
         raise InputError(
             f"model type {config.model_type}", f"layers of type {', '.join(unknown)}", f"{FULL} or {SLIDING} layers"
         )
-    assert window is not None or SLIDING not in layer_types
+    if window is None and SLIDING in layer_types:
+        raise InputError(f"model type {config.model_type}", "sliding layers and no sliding_window", "a sliding_window")
     return {layer_type: window if layer_type == SLIDING else None for layer_type in sorted(set(layer_types))}
+
+
+def takes_block_masks(config: PreTrainedConfig) -> bool:
+    """Whether the model takes block lists (`flex_attention`) instead of a value for each pair."""
+    return bool(config._attn_implementation == FLEX)
 
 
 def takes_additive_masks(config: PreTrainedConfig) -> bool:
@@ -46,7 +55,7 @@ def takes_additive_masks(config: PreTrainedConfig) -> bool:
     """
     implementation: str = config._attn_implementation
     if implementation not in ("sdpa", "eager"):
-        raise InputError("attention", implementation, "sdpa or eager", "Other kernels take no mask of their own.")
+        raise InputError("attention", implementation, "sdpa or eager", "Other kernels take no dense mask.")
     return implementation == "eager"
 
 
@@ -55,8 +64,14 @@ def pack_masks(visible: Mapping[str, Tensor], *, is_additive: bool, dtype: torch
 
     An additive mask has 0 and the lowest number of `dtype`. A model with one layer type takes a tensor, one with several a dict.
     """
-    masks = {name: _additive(mask_B1QT, dtype) if is_additive else mask_B1QT for name, mask_B1QT in visible.items()}
-    return masks if len(masks) > 1 else next(iter(masks.values()))
+    return pack_by_layer_type(
+        {name: _additive(mask_B1QT, dtype) if is_additive else mask_B1QT for name, mask_B1QT in visible.items()}
+    )
+
+
+def pack_by_layer_type(masks: Mapping[str, M]) -> M | dict[str, M]:
+    """What a model takes: the mask itself when all layers are of one type, a dict when they are of several."""
+    return dict(masks) if len(masks) > 1 else next(iter(masks.values()))
 
 
 def _additive(mask_B1QT: Tensor, dtype: torch.dtype) -> Tensor:

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from workers.config import PromptFormat
@@ -12,6 +13,9 @@ from workers.errors import InputError
 
 MULTI_TOKEN_FILE = "marsray.json"
 _EXPORT_AGAIN = "Export the checkpoint again."
+_COPY_TOKENIZER = "Copy the model's tokenizer."
+_TOKENIZER_JSON = ("tokenizer.json", "tokenizer_config.json")
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length")
 _MAX_BLOCK_SIZE = 64  # the largest window of a row
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tekken.json")
 # Models whose state is not a list of keys and values: positions cannot be masked, repeated or taken back.
@@ -19,6 +23,7 @@ RECURRENT_TYPES = frozenset(
     [
         "bailing_hybrid",
         "bamba",
+        "deepseek_v4",
         "falcon_h1",
         "falcon_mamba",
         "glm5_next",
@@ -26,6 +31,9 @@ RECURRENT_TYPES = frozenset(
         "inkling",
         "inkling2",
         "inkling2_loop",
+        "inkling2_loop_text",
+        "inkling2_text",
+        "inkling_text",
         "jamba",
         "kimi_linear",
         "lara_mini",
@@ -43,6 +51,7 @@ RECURRENT_TYPES = frozenset(
         "qwen3_5_text",
         "qwen3_next",
         "qwen4_exp",
+        "qwen4_exp_text",
         "recurrent_gemma",
         "rwkv",
         "xlstm",
@@ -79,7 +88,7 @@ def inspect_model_folder(folder: str) -> ModelFacts:
     """Facts from config.json, generation_config.json and the tokenizer's files.
 
     Raises:
-        InputError: no such folder, no readable config.json, or a model type with recurrent state or ALiBi.
+        InputError: no such folder, no readable config.json or tokenizer.json, or a model type with recurrent state or ALiBi.
     """
     config = _read_config(folder)
     model_type = str(config.get("model_type"))
@@ -88,19 +97,19 @@ def inspect_model_folder(folder: str) -> ModelFacts:
     if model_type in ALIBI_TYPES or config.get("alibi"):
         raise InputError(folder, f"model type {model_type} with ALiBi", "a model that takes position ids")
     text_config = config.get("text_config") or config
+    where = f"{folder}/config.json"
     if "vocab_size" not in text_config:
-        raise InputError(f"{folder}/config.json", "no vocab_size", "the config of a causal language model")
-    lengths = [text_config.get(name) for name in ("max_position_embeddings", "n_positions", "max_sequence_length")]
+        raise InputError(where, "no vocab_size", "the config of a causal language model")
+    vocab_size = _whole_number(text_config["vocab_size"], f"{where}: vocab_size")
+    lengths = {name: text_config[name] for name in _LENGTHS if text_config.get(name) is not None}
     end_ids = _end_ids(folder, text_config)
-    beyond = sorted(end_id for end_id in end_ids if not 0 <= end_id < int(text_config["vocab_size"]))
+    beyond = sorted(end_id for end_id in end_ids if end_id >= vocab_size)
     if beyond:
-        raise InputError(
-            f"{folder}: eos_token_id", str(beyond[0]), f"an id from 0 to {int(text_config['vocab_size']) - 1}"
-        )
+        raise InputError(f"{folder}: eos_token_id", str(beyond[0]), f"an id from 0 to {vocab_size - 1}")
     return ModelFacts(
-        vocab_size=int(text_config["vocab_size"]),
+        vocab_size=vocab_size,
         model_type=model_type,
-        max_positions=next((int(length) for length in lengths if length is not None), None),
+        max_positions=next((_whole_number(length, f"{where}: {name}") for name, length in lengths.items()), None),
         end_ids=end_ids,
     )
 
@@ -109,13 +118,32 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a model folder, which must have one of its own.
 
     Raises:
-        InputError: no such folder, or no tokenizer files in it.
+        InputError: no such folder, or no tokenizer files in it that can be read.
     """
     _require_folder(folder)
     if not any((Path(folder) / name).is_file() for name in TOKENIZER_FILES):
-        raise InputError(folder, "no tokenizer", f"one of {', '.join(TOKENIZER_FILES)}", "Copy the model's tokenizer.")
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        raise InputError(folder, "no tokenizer", f"one of {', '.join(TOKENIZER_FILES)}", _COPY_TOKENIZER)
+    for name in _TOKENIZER_JSON:
+        if (Path(folder) / name).is_file():
+            _read_json(Path(folder) / name)
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except StrictDataclassError as error:
+        raise unfit_config(folder, error) from error
+    except Exception as error:
+        # The tokenizers library has no exception class of its own; transformers passes on what broken files cause.
+        if type(error) is not Exception and not isinstance(
+            error, LookupError | ValueError | TypeError | AttributeError
+        ):
+            raise
+        names = ", ".join(name for name in (*_TOKENIZER_JSON, *TOKENIZER_FILES[1:]) if (Path(folder) / name).is_file())
+        raise InputError(f"{folder}: {names}", f"no tokenizer ({error})", "a tokenizer", _COPY_TOKENIZER) from error
     return tokenizer
+
+
+def unfit_config(folder: str, error: StrictDataclassError) -> InputError:
+    """What to raise when transformers does not accept the values of config.json."""
+    return InputError(f"{folder}/config.json", " ".join(str(error).split()), "the config of a causal language model")
 
 
 def read_multi_token_settings(folder: str, vocab_size: int | None = None) -> MultiTokenSettings | None:
@@ -181,25 +209,39 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _end_ids(folder: str, text_config: dict[str, Any]) -> frozenset[int]:
     """All that ends an answer: end ids of the generation config, of the model config, and of the tokenizer."""
-    stated = [text_config.get("eos_token_id")]
+    stated = {f"{folder}/config.json: eos_token_id": text_config.get("eos_token_id")}
     generation = Path(folder) / "generation_config.json"
     if generation.is_file():
-        stated.append(_read_json(generation).get("eos_token_id"))
-    stated.append(_tokenizer_end_id(folder))
-    flat = [entry for value in stated for entry in (value if isinstance(value, list) else [value])]
-    return frozenset(int(entry) for entry in flat if entry is not None)
+        stated[f"{generation}: eos_token_id"] = _read_json(generation).get("eos_token_id")
+    ids = {
+        _whole_number(entry, where)
+        for where, value in stated.items()
+        for entry in (value if isinstance(value, list) else [value])
+        if entry is not None
+    }
+    return frozenset(ids | _tokenizer_end_ids(folder))
 
 
-def _tokenizer_end_id(folder: str) -> int | None:
-    """The id of the tokenizer's end token, from its files; None when they name none."""
-    settings, tokenizer = Path(folder) / "tokenizer_config.json", Path(folder) / "tokenizer.json"
+def _whole_number(value: Any, where: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise InputError(where, repr(value), "a whole number of at least 0")
+    return value
+
+
+def _tokenizer_end_ids(folder: str) -> set[int]:
+    """The id of the tokenizer's end token, from its files; empty when they name none."""
+    settings, tokenizer = (Path(folder) / name for name in ("tokenizer_config.json", "tokenizer.json"))
     if not (settings.is_file() and tokenizer.is_file()):
-        return None
+        return set()
     end_token = _read_json(settings).get("eos_token")
     name = end_token.get("content") if isinstance(end_token, dict) else end_token
     content = _read_json(tokenizer)
-    added = {token["content"]: token["id"] for token in content.get("added_tokens") or []}
-    vocabulary = content["model"].get("vocab")
+    try:
+        known = {token["content"]: token["id"] for token in content.get("added_tokens") or []}
+        vocabulary = content["model"].get("vocab")
+    except (KeyError, TypeError, AttributeError) as error:
+        raise InputError(str(tokenizer), "no tokenizer", "the file of a fast tokenizer", _COPY_TOKENIZER) from error
     # A unigram vocabulary is a list of pairs; its special tokens are all among the added ones.
-    known = {**(vocabulary if isinstance(vocabulary, dict) else {}), **added}
-    return known.get(name)
+    if isinstance(vocabulary, dict):
+        known = {**vocabulary, **known}
+    return {_whole_number(known[name], f"{tokenizer}: id of {name}")} if name in known else set()

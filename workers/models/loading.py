@@ -3,22 +3,31 @@
 Shapes: N positions, D model width, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from workers.errors import InputError
+from workers.models.attention_masks import FLEX, attention_windows
 from workers.models.folder import (
     ModelFacts,
     MultiTokenSettings,
     inspect_model_folder,
     load_tokenizer,
     read_multi_token_settings,
+    unfit_config,
 )
 
 __all__ = [
@@ -27,12 +36,17 @@ __all__ = [
     "MultiTokenSettings",
     "add_mask_row",
     "backbone_and_head",
+    "check_flex_attention",
+    "choose_attention",
     "init_mask_embedding",
     "inspect_model_folder",
     "load_causal_lm",
     "load_tokenizer",
     "read_multi_token_settings",
 ]
+
+_ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+_SMALLEST_FLEX_HEAD = 16
 
 
 class ModelParts(NamedTuple):
@@ -43,40 +57,121 @@ class ModelParts(NamedTuple):
     transform: Callable[[Tensor], Tensor]
 
 
-def check_loadable(folder: str) -> type[PreTrainedModel]:
-    """The class of a folder's model, from its config and the names of its files: no weights are read.
+def check_loadable(folder: str) -> None:
+    """Refuses a folder from which no model can be loaded, by its config and the names of its files: no weights are read.
 
     Raises:
         InputError: no such folder, no config, no weights, or a model type that is no attention-only causal model.
     """
-    facts = inspect_model_folder(folder)
+    _model_class(folder)
     if not any(Path(folder).glob("*.safetensors")) and not any(Path(folder).glob("pytorch_model*.bin")):
         raise InputError(folder, "no weights", "model.safetensors, whole or in shards")
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+
+
+def _model_class(folder: str) -> type[PreTrainedModel]:
+    facts = inspect_model_folder(folder)
+    config = _load_config(folder)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise InputError(folder, f"model type {facts.model_type}", "a causal language model")
     model_class: type[PreTrainedModel] = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if getattr(model_class, "_is_stateful", False):
         raise InputError(folder, f"model type {facts.model_type}, which has recurrent state", "an attention-only model")
+    attention_windows(config)
     return model_class
 
 
-def load_causal_lm(folder: str, *, dtype: torch.dtype) -> PreTrainedModel:
+def _load_config(folder: str) -> PreTrainedConfig:
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except StrictDataclassError as error:
+        raise unfit_config(folder, error) from error
+    return config
+
+
+def load_causal_lm(
+    folder: str, *, dtype: torch.dtype, attention: Literal["dense", "flex"] = "dense"
+) -> PreTrainedModel:
     """The model of a folder in evaluation mode, on the CPU unless a default device is set.
 
-    Models that cannot run `sdpa` (Gemma 2 caps its attention scores) get `eager` instead.
+    Args:
+        folder: the model folder.
+        dtype: of the weights.
+        attention: `dense` runs `sdpa`, or `eager` where a model cannot (Gemma 2 caps its attention scores); `flex` is
+            FlexAttention, for training on GPUs.
 
     Raises:
-        InputError: what `check_loadable` finds.
+        InputError: what `check_loadable` and, with `flex`, `check_flex_attention` find; weights that are damaged, missing
+            or of other shapes than config.json says.
     """
-    attention = "sdpa" if check_loadable(folder)._supports_sdpa else "eager"
+    check_loadable(folder)
+    if attention == "flex":
+        check_flex_attention(folder)
+        # One kernel for each window, number of rows (one, several), and with or without gradients: more than the default of
+        # 8, beyond which torch would silently hold all scores in memory.
+        torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+        implementation = FLEX
+    else:
+        implementation = "sdpa" if _model_class(folder)._supports_sdpa else "eager"
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation=attention, local_files_only=True
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            attn_implementation=implementation,
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
         )
     except SafetensorError as error:
         raise InputError(folder, f"damaged weights ({error})", "whole safetensors files", "Copy them again.") from error
-    return model.eval()
+    _refuse_other_weights(folder, report)
+    loaded: PreTrainedModel = model.eval()
+    return loaded
+
+
+def _refuse_other_weights(folder: str, report: Mapping[str, Any]) -> None:
+    """Weights that config.json asks for and the files do not have would be random ones, without a word."""
+    misshapen = [
+        f"{name} of shape {list(found)}, not {list(asked)}" for name, found, asked in report["mismatched_keys"]
+    ]
+    missing = [f"no {name}" for name in report["missing_keys"]]
+    others = sorted(misshapen) + sorted(missing)
+    if others:
+        more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+        raise InputError(f"{folder}: weights", "; ".join(others[:3]) + more, "the weights that config.json describes")
+
+
+def choose_attention(
+    folder: str, wanted: Literal["auto", "dense", "flex"], *, on_gpu: bool
+) -> Literal["dense", "flex"]:
+    """What `model.attention` means for a model: `auto` is FlexAttention on GPUs for every model that can run it."""
+    if wanted != "auto":
+        return wanted
+    return "flex" if on_gpu and _obstacle_to_flex(folder) is None else "dense"
+
+
+def check_flex_attention(folder: str) -> None:
+    """Refuses a model that cannot be trained with FlexAttention.
+
+    Raises:
+        InputError: names what stands in the way, or that the model type is no attention-only causal model.
+    """
+    obstacle = _obstacle_to_flex(folder)
+    if obstacle is not None:
+        raise InputError("model.attention", f"flex, but {folder} has {obstacle}", "auto or dense for this model")
+
+
+def _obstacle_to_flex(folder: str) -> str | None:
+    model_class = _model_class(folder)
+    config = _load_config(folder).get_text_config()
+    if not model_class._supports_flex_attn:
+        return f"model type {config.model_type}, for which transformers has no FlexAttention"
+    dropout = next((name for name in _ATTENTION_DROPOUTS if getattr(config, name, None)), None)
+    if dropout is not None:
+        return f"{dropout} {getattr(config, dropout)}, which FlexAttention does not do"
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if head_size < _SMALLEST_FLEX_HEAD:
+        return f"attention heads of {head_size}, below the {_SMALLEST_FLEX_HEAD} of its GPU kernels"
+    return None
 
 
 def backbone_and_head(model: PreTrainedModel) -> ModelParts:

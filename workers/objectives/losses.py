@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from workers.models.loading import backbone_and_head
-from workers.objectives.attention import build_attention_mask
+from workers.objectives.backbone import hidden_states
 from workers.objectives.mars import MarsObjective
 from workers.objectives.streams import PackedBatch
 
@@ -55,17 +55,11 @@ class LossModule(nn.Module):
         of the head is a collective operation. A batch without predictions has loss 0, and gradients of 0 everywhere.
         """
         assert num_chunks >= self.num_chunks_of(batch)
-        backbone, head, transform = backbone_and_head(self.model)
-        hidden_BLD = backbone(
-            input_ids=batch.token_ids_BL,
-            attention_mask=build_attention_mask(self.model, batch.places()),
-            position_ids=batch.position_ids_BL,
-            use_cache=False,
-        ).last_hidden_state
+        _, head, transform = backbone_and_head(self.model)
         weight_N2 = torch.stack([batch.in_ar_loss_N, batch.in_mask_loss_N], dim=1).float()
-        hidden_ND = hidden_BLD.flatten(0, 1)
+        hidden_TD = hidden_states(self.model, batch).flatten(0, 1)
         sums = chunked_cross_entropy(
-            head, transform, hidden_ND, batch.source_N, batch.label_N, weight_N2, num_chunks=num_chunks
+            head, transform, hidden_TD, batch.source_N, batch.label_N, weight_N2, num_chunks=num_chunks
         )
         ar_sum, mask_sum = sums.unbind()
         loss = self.objective.ar_weight * ar_sum + self.objective.mask_weight * mask_sum

@@ -1,6 +1,6 @@
 """Whether a model honours attention masks and position ids of ours: a small two-stream run against a plain causal one.
 
-Shapes: B rows, L positions, N predictions, D model width, V vocabulary.
+Shapes: B rows, L positions, N predictions, V vocabulary.
 """
 
 import numpy as np
@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from workers.errors import InputError
 from workers.models.loading import backbone_and_head
-from workers.objectives.attention import build_attention_mask
+from workers.objectives.backbone import hidden_states
 from workers.objectives.mars import MarsObjective
 from workers.objectives.streams import Sample
 
@@ -35,12 +35,8 @@ def check_two_streams(model: PreTrainedModel) -> None:
     batch = batch.to(model.device)
     was_training = model.training
     model.eval()
-    backbone, head, transform = backbone_and_head(model)
-    mask = build_attention_mask(model, batch.places())
-    hidden_BLD = backbone(
-        input_ids=batch.token_ids_BL, attention_mask=mask, position_ids=batch.position_ids_BL, use_cache=False
-    ).last_hidden_state
-    two_stream_NV = transform(head(hidden_BLD.flatten(0, 1)[batch.source_N])).float()
+    _, head, transform = backbone_and_head(model)
+    two_stream_NV = transform(head(hidden_states(model, batch).flatten(0, 1)[batch.source_N])).float()
 
     plain_NV = torch.empty_like(two_stream_NV)
     begin_N = batch.clean_limit_BL[0, batch.source_N] + 1

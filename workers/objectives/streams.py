@@ -4,6 +4,7 @@ Shapes: B rows, L positions of a row, N predictions (supervised positions), C cl
 R responses of one sample.
 """
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
@@ -167,9 +168,25 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int
     return bins
 
 
+def even_bins(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """As many bins as first-fit-decreasing needs, but equally full where that is possible: rows of one length need no padding.
+
+    Each length goes, longest first, into the emptiest bin. Where that overfills one, the bins of first-fit-decreasing stay.
+    """
+    packed = first_fit_decreasing(lengths, capacity)
+    bins: list[list[int]] = [[] for _ in packed]
+    loads = [(0, number) for number in range(len(packed))]
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        load, number = heapq.heappop(loads)
+        bins[number].append(index)
+        heapq.heappush(loads, (load + lengths[index], number))
+    fits = all(load <= capacity or len(bins[number]) == 1 for load, number in loads)
+    return bins if fits else packed
+
+
 def pack_documents(documents: Sequence[Document], *, row_tokens: int, micro_batch_rows: int) -> list[PackedBatch]:
     """Rows of at most `row_tokens` positions (a longer document gets its own row), cut into micro-batches."""
-    bins = first_fit_decreasing([len(document) for document in documents], row_tokens)
+    bins = even_bins([len(document) for document in documents], row_tokens)
     rows = [_join_row([documents[index] for index in members]) for members in bins]
     rows.sort(key=lambda row: -len(row.token_ids_L))  # like with like: less padding
     return [_stack_rows(rows[i : i + micro_batch_rows]) for i in range(0, len(rows), micro_batch_rows)]
