@@ -18,6 +18,7 @@ from workers.objectives.streams import Sample
 
 ROWS_PER_PART = 512
 NUM_PARTS, QUICK_PARTS = 16, 4
+NUM_STEPS, QUICK_STEPS = 6, 4
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,10 @@ def measure_data_wait(
     """Trains on a stream from prepared files, one window a part; then lets the stream run alone to see what it could give.
 
     Args:
-        step: one optimizer step; returns its seconds.
+        step: one optimizer step; returns its wall-clock seconds.
         quick: fewer files and steps.
     """
-    num_steps = 4 if quick else 6
+    num_steps = QUICK_STEPS if quick else NUM_STEPS
     cluster.connect()
     with tempfile.TemporaryDirectory(prefix="marsray-benchmark-") as folder:
         index = write_parts(Path(folder), QUICK_PARTS if quick else NUM_PARTS, vocab_size)

@@ -4,6 +4,7 @@ Shapes: L positions, V vocabulary.
 """
 
 import json
+import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import torch
 
-from pipelines.quickstart_task import PHRASE_PATTERNS, parse_prompt
+from pipelines.quickstart_task import PHRASE_PATTERNS, PHRASE_REQUEST, parse_prompt
 from workers.chat import Conversation, encode_pair, fit_to_length
 from workers.models.folder import load_tokenizer, read_multi_token_settings
 from workers.models.loading import inspect_model_folder, load_causal_lm
@@ -38,6 +39,13 @@ def quickstart_pairs(heldout: Path, seed: int) -> list[tuple[str, str]]:
     ]
     prompts = [turns[-1]["content"] for turns in messages]
     return [(prompt, parse_prompt(prompt).answer(rng.choice(PHRASE_PATTERNS))) for prompt in prompts]
+
+
+def quickstart_floor(pairs: Sequence[tuple[str, str]], samples: Sequence[Sample]) -> float:
+    """The least one-token loss that any model can have: the free choice among equally frequent phrases, spread over all tokens."""
+    num_choices = sum(prompt.endswith(PHRASE_REQUEST) for prompt, _ in pairs)
+    num_tokens = sum(end - start for sample in samples for start, end in sample.responses)
+    return num_choices * math.log(len(PHRASE_PATTERNS)) / num_tokens
 
 
 def jsonl_pairs(path: Path, prompt_column: str, response_column: str) -> list[tuple[str, str]]:

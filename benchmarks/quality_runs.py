@@ -6,7 +6,6 @@ from typing import Any
 from benchmarks.held_out import HeldOutLosses
 from jobs.command_line import parse
 from pipelines.evaluation import EvaluationReport, run_evaluation
-from pipelines.paths import resolve
 from pipelines.training import run_training
 from workers.config import (
     ActorSettings,
@@ -23,7 +22,7 @@ WINDOWS = (4, 8)
 
 @dataclass(frozen=True)
 class Variant:
-    """A training stage behind the common start: AR SFT (`block_size` 1) or MARS."""
+    """A training stage behind the common start: AR SFT (`block_size` 1) or MARS; or the start itself (`block_size` 0)."""
 
     block_size: int
     ar_weight: float = 1.0
@@ -32,11 +31,12 @@ class Variant:
     @property
     def name(self) -> str:
         """Names the run folder and the row of the table."""
-        if self.block_size == 1:
-            return "ar"
+        if self.block_size < 2:
+            return ("start", "ar")[self.block_size]
         return f"mars_B{self.block_size}_ar{self.ar_weight:g}_{'random' if self.random_block_phase else 'fixed'}"
 
 
+START = Variant(0)
 # AR SFT gets as many steps on the same samples as MARS, so that more training alone cannot explain a difference.
 AR = Variant(1)
 MARS = Variant(8)
@@ -49,28 +49,31 @@ VARIANTS = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one variant with one seed. Accuracy and tokens/forward of tau decoding by window, where decoded."""
+    """What became of one variant with one seed.
+
+    Attributes:
+        floor: the least one-token loss that a model can have, where it is known.
+        accuracy: of one-token decoding; None where nothing was decoded, as is `tau`, which is accuracy and tokens/forward by
+            window.
+    """
 
     variant: Variant
     seed: int
     losses: HeldOutLosses
+    floor: float | None
     seconds: float
     accuracy: float | None
     tau: dict[int, tuple[float, float]]
 
 
-def train_base(output: str, overrides: list[str]) -> str:
-    """The AR SFT stage that all variants start from: the quickstart's recipe; returns the model folder."""
-    recipe, _ = parse(TrainSftRecipe, "train_sft.yaml", [f"run.output={output}", *overrides])
-    run_training(recipe)
-    return resolve(f"{output}/sft/model")
-
-
 def train_variant(variant: Variant, output: str, overrides: list[str]) -> tuple[str, float]:
-    """Trains one variant, or finds it trained; returns its model folder and the seconds of its stage."""
+    """Trains one variant, or finds it trained; returns its model folder and the seconds of its stage.
+
+    The start is AR SFT of the quickstart's recipe from random weights; the others continue from the `model.path` among `overrides`.
+    """
     recipe: TrainSftRecipe | TrainMarsRecipe
     settings = [f"run.output={output}", *overrides]
-    if variant.block_size == 1:
+    if variant.block_size < 2:
         recipe, _ = parse(TrainSftRecipe, "train_sft.yaml", settings)
     else:
         objective = [
@@ -87,7 +90,7 @@ def train_variant(variant: Variant, output: str, overrides: list[str]) -> tuple[
 
 def decode(variant: Variant, model: str, prompts: str, output: str) -> EvaluationReport:
     """One-token decoding of the prompts, and for a MARS model tau decoding at each window."""
-    is_ar = variant.block_size == 1
+    is_ar = variant.block_size < 2
     recipe = EvaluateRecipe(
         model=model,
         prompts=PromptSettings(paths=(prompts,), rows_per_unit=64),
@@ -102,7 +105,9 @@ def decode(variant: Variant, model: str, prompts: str, output: str) -> Evaluatio
     return report
 
 
-def outcome_of(variant: Variant, seed: int, losses: HeldOutLosses, seconds: float, report: EvaluationReport) -> Outcome:
+def outcome_of(
+    variant: Variant, seed: int, losses: HeldOutLosses, floor: float, seconds: float, report: EvaluationReport
+) -> Outcome:
     """Gathers the figures of one variant."""
     by_mode = {(row.mode, row.window): row for row in report.rows}
     one_token = by_mode["one_token", 1]
@@ -111,4 +116,4 @@ def outcome_of(variant: Variant, seed: int, losses: HeldOutLosses, seconds: floa
         for (mode, window), row in by_mode.items()
         if mode == "tau"
     }
-    return Outcome(variant, seed, losses, seconds, one_token.accuracy, tau)
+    return Outcome(variant, seed, losses, floor, seconds, one_token.accuracy, tau)

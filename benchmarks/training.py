@@ -5,8 +5,10 @@
     python benchmarks/training.py --quick    fewer layers of the same width and vocabulary, within three minutes on two cores
 
 Plain torch in one process, one thread, float32, on the CPU; random weights and random tokens with the lengths of GSM8K
-(`benchmarks/lengths.py`). A step is forward and backward of all micro-batches of its samples and one AdamW update of all
-weights. The methods take turns on the same samples. The last line of the output is one JSON object.
+(`benchmarks/lengths.py`). A step is packing or padding, forward and backward of all micro-batches of its samples, and one AdamW
+update of all weights. The methods take turns on the same samples. Seconds are CPU seconds of the process, which has one busy
+thread: on an idle machine the same as wall-clock seconds (shown beside them), on a shared one without the share of others. The
+last line of the output is one JSON object.
 """
 
 import argparse
@@ -38,16 +40,18 @@ MASK_TOKEN_ID = VOCAB_SIZE - 1
 NUM_LAYERS, QUICK_LAYERS = 30, 4
 BLOCK_SIZE = 8
 PUBLISHED, MARS, SFT = "published layout", "MARS", "AR SFT"
-# Positions of one forward are alike: 4 published samples of 2 x 216 tokens, 3 packed rows of 512.
-PUBLISHED_ROWS = 4
-ROW_TOKENS, MICRO_BATCH_ROWS = 512, 3
+# Positions of one forward are alike: 2 published samples of 2 x 216 tokens on average, 2 packed rows of at most 512. Larger
+# micro-batches would pad the published layout more: with 2 of 8 it pads as much as with 4 of the 32 samples of a usual step.
+PUBLISHED_ROWS = 2
+ROW_TOKENS, MICRO_BATCH_ROWS = 512, 2
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """One optimizer step: seconds, and the losses per response token."""
+    """One optimizer step: CPU seconds, wall-clock seconds, the losses per response token, and the positions of its forwards."""
 
     seconds: float
+    wall_seconds: float
     ar_loss: float
     mask_loss: float
     positions: int
@@ -78,7 +82,7 @@ def packed_method(model: PreTrainedModel, optimizer: torch.optim.Optimizer, obje
     module = LossModule(model, objective)
 
     def step(samples: Sequence[Sample]) -> StepResult:
-        started = time.perf_counter()
+        watch = Stopwatch()
         batches = objective.pack(samples, row_tokens=ROW_TOKENS, micro_batch_rows=MICRO_BATCH_ROWS)
         count = sum(batch.num_response_tokens for batch in batches)
         ar_sum = mask_sum = 0.0
@@ -89,7 +93,7 @@ def packed_method(model: PreTrainedModel, optimizer: torch.optim.Optimizer, obje
         _update(optimizer)
         padding = sum(batch.num_padding for batch in batches)
         positions = padding + sum(batch.num_tokens for batch in batches)
-        return StepResult(time.perf_counter() - started, ar_sum / count, mask_sum / count, positions, padding)
+        return StepResult(*watch.seconds(), ar_sum / count, mask_sum / count, positions, padding)
 
     return step
 
@@ -98,7 +102,7 @@ def published_method(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -
     """A step in the published layout with the same losses and weights (blocks begin where the response begins)."""
 
     def step(samples: Sequence[Sample]) -> StepResult:
-        started = time.perf_counter()
+        watch = Stopwatch()
         count = sum(end - begin for sample in samples for begin, end in sample.responses)
         ar_sum = mask_sum = 0.0
         positions = 0
@@ -110,9 +114,20 @@ def published_method(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -
             positions += 2 * batch.token_ids_SL.numel()
         _update(optimizer)
         padding = positions - 2 * sum(len(sample.token_ids) for sample in samples)
-        return StepResult(time.perf_counter() - started, ar_sum / count, mask_sum / count, positions, padding)
+        return StepResult(*watch.seconds(), ar_sum / count, mask_sum / count, positions, padding)
 
     return step
+
+
+class Stopwatch:
+    """CPU and wall-clock seconds since it was made."""
+
+    def __init__(self) -> None:
+        self._cpu, self._wall = time.process_time(), time.perf_counter()
+
+    def seconds(self) -> tuple[float, float]:
+        """CPU seconds, wall-clock seconds."""
+        return time.process_time() - self._cpu, time.perf_counter() - self._wall
 
 
 def _update(optimizer: torch.optim.Optimizer) -> None:
@@ -176,6 +191,7 @@ class Comparison:
                     statistics.median(speeds),
                     f"{min(speeds):.1f}..{max(speeds):.1f}",
                     statistics.median(seconds),
+                    statistics.median(each.wall_seconds for each in results),
                     positions,
                     self.padding_share(name),
                     round(self.peak_mb[name]),
@@ -189,7 +205,8 @@ HEADERS = (
     "method",
     "response tokens/s",
     "min..max",
-    "seconds a step",
+    "CPU seconds a step",
+    "wall",
     "positions/response token",
     "padding",
     "peak MB",
@@ -228,11 +245,12 @@ def main(arguments: list[str] | None = None) -> None:
     """Measures and writes the table and the JSON line to standard output."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_LAYERS} layers instead of {NUM_LAYERS}")
-    parser.add_argument("--samples", type=int, default=8, help="samples of a step")
+    parser.add_argument("--samples", type=int, help="samples of a step; by default 8, or 4 with --quick")
     parser.add_argument("--repeats", type=int, default=3, help="steps of each method and length")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     num_layers = QUICK_LAYERS if options.quick else NUM_LAYERS
+    num_samples = options.samples or (4 if options.quick else 8)
     model = small_llama(num_layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.0)
     mars = packed_method(model, optimizer, MarsObjective(BLOCK_SIZE, 1.0, 1.0, True, MASK_TOKEN_ID, seed=0))
@@ -240,18 +258,18 @@ def main(arguments: list[str] | None = None) -> None:
     published = published_method(model, optimizer)
     sys.stdout.write(
         f"Llama of width 576, vocabulary {VOCAB_SIZE}, {num_layers} layers; block size {BLOCK_SIZE}; "
-        f"{options.samples} samples a step, {options.repeats} repeats; float32, one thread\n"
+        f"{num_samples} samples a step ({num_samples // 2} with long prompts), {options.repeats} repeats; float32, one thread\n"
     )
     if options.quick:
         sys.stdout.write(
             "quick: with few layers the head weighs more than in the whole model, which favours the layout that runs it at fewer "
             "positions; the figures to quote are those of the full run\n"
         )
-    usual = Comparison({PUBLISHED: published, MARS: mars, SFT: sft}, options.samples, long_prompts=False)
+    usual = Comparison({PUBLISHED: published, MARS: mars, SFT: sft}, num_samples, long_prompts=False)
     usual.run(options.repeats)
-    long = Comparison({PUBLISHED: published, MARS: mars}, options.samples, long_prompts=True)
+    long = Comparison({PUBLISHED: published, MARS: mars}, num_samples // 2, long_prompts=True)
     long.run(options.repeats)
-    wait = measure_data_wait(lambda samples: mars(samples).seconds, options.samples, VOCAB_SIZE, quick=options.quick)
+    wait = measure_data_wait(lambda samples: mars(samples).wall_seconds, num_samples, VOCAB_SIZE, quick=options.quick)
     text, values = report(usual, long, wait)
     sys.stdout.write(text + json.dumps(values) + "\n")
 

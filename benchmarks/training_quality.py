@@ -25,10 +25,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from any
 
 import torch
 
-from benchmarks.held_out import encode, held_out_losses, jsonl_pairs, quickstart_pairs
+from benchmarks.held_out import encode, held_out_losses, jsonl_pairs, quickstart_floor, quickstart_pairs
 from benchmarks.quality_runs import (
     AR,
     MARS,
+    START,
     THRESHOLD,
     VARIANTS,
     WINDOWS,
@@ -36,7 +37,6 @@ from benchmarks.quality_runs import (
     Variant,
     decode,
     outcome_of,
-    train_base,
     train_variant,
 )
 from jobs.command_line import start_logging
@@ -64,9 +64,17 @@ def quickstart(options: argparse.Namespace, seed: int) -> list[Outcome]:
     """All variants of one seed; the seed chooses data, first weights, order and cuts."""
     folder = f"{options.output}/quickstart/seed{seed}"
     common = [f"distributed.num_workers={options.workers}", f"run.seed={seed}", "run.log_every=50"]
-    base = train_base(f"{folder}/base", [*common, *_steps(options.base_steps)])
+    base, base_seconds = train_variant(START, f"{folder}/base", [*common, *_steps(options.base_steps)])
     example = Path(resolve(f"{folder}/base/example"))
-    samples = encode(base, quickstart_pairs(example / "heldout", seed), max_length=256)
+    pairs = quickstart_pairs(example / "heldout", seed)
+    samples = encode(base, pairs, max_length=256)
+    floor = quickstart_floor(pairs, samples)
+
+    def judge(variant: Variant, model: str, seconds: float, output: str) -> Outcome:
+        report = decode(variant, model, str(example / "heldout"), output)
+        return outcome_of(variant, seed, held_out_losses(model, samples), floor, seconds, report)
+
+    outcomes = [judge(START, base, base_seconds, f"{folder}/base_decoded")]
     shared = [
         f"model.path={base}",
         f"data.train={example / 'train'}",
@@ -74,12 +82,10 @@ def quickstart(options: argparse.Namespace, seed: int) -> list[Outcome]:
         *common,
         *_steps(options.steps),
     ]
-    outcomes = []
     for variant in QUICK_VARIANTS if options.quick else VARIANTS:
         name = f"{folder}/{variant.name}_{options.steps}"
         model, seconds = train_variant(variant, name, shared)
-        report = decode(variant, model, str(example / "heldout"), f"{name}_decoded")
-        outcomes.append(outcome_of(variant, seed, held_out_losses(model, samples), seconds, report))
+        outcomes.append(judge(variant, model, seconds, f"{name}_decoded"))
     return outcomes
 
 
@@ -87,7 +93,7 @@ def finetune(options: argparse.Namespace) -> list[Outcome]:
     """AR SFT and MARS from the same model folder with equal data, judged by held-out losses alone."""
     pairs = jsonl_pairs(Path(options.held_out), options.prompt_column, options.response_column)
     samples = encode(options.model, pairs, options.max_length)
-    outcomes = []
+    outcomes = [Outcome(START, 0, held_out_losses(options.model, samples), None, 0.0, None, {})]
     for seed in options.seeds:
         shared = [
             f"model.path={options.model}",
@@ -109,18 +115,18 @@ def finetune(options: argparse.Namespace) -> list[Outcome]:
         for variant in FINETUNE_VARIANTS:
             name = f"{options.output}/finetune/seed{seed}/{variant.name}_{options.steps}"
             model, seconds = train_variant(variant, name, shared)
-            outcomes.append(Outcome(variant, seed, held_out_losses(model, samples), seconds, None, {}))
+            outcomes.append(Outcome(variant, seed, held_out_losses(model, samples), None, seconds, None, {}))
     return outcomes
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
     """One line per variant and seed."""
-    headers = ["variant", "seed", "one-token accuracy", "one-token loss", "mask loss"]
+    headers = ["variant", "seed", "one-token accuracy", "one-token loss", "floor", "mask loss"]
     for window in WINDOWS:
         headers += [f"accuracy W={window}", f"tokens/forward W={window}"]
     rows = []
     for each in sorted(outcomes, key=lambda outcome: outcome.variant.name):
-        row = [each.variant.name, each.seed, each.accuracy, each.losses.one_token, each.losses.mask]
+        row = [each.variant.name, each.seed, each.accuracy, each.losses.one_token, each.floor, each.losses.mask]
         for window in WINDOWS:
             row += each.tau.get(window, (None, None))
         rows.append([*row, round(each.seconds)])

@@ -120,7 +120,7 @@ def test_every_method_trains_on_every_sample_of_the_comparison(monkeypatch: pyte
     def method(name: str) -> training.Method:
         def step(samples):
             seen.append((name, [sample.token_ids.tolist() for sample in samples]))
-            return training.StepResult({"a": 4.0, "b": 2.0, "c": 1.0}[name], 0.0, 0.0, 10, 2)
+            return training.StepResult({"a": 4.0, "b": 2.0, "c": 1.0}[name], 5.0, 0.0, 0.0, 10, 2)
 
         return step
 
@@ -158,7 +158,7 @@ def test_methods_of_the_speed_benchmark_report_the_same_loss(monkeypatch: pytest
 
 def test_last_line_of_the_speed_benchmark_has_the_promised_fields() -> None:
     def result(seconds: float) -> training.StepResult:
-        return training.StepResult(seconds, 1.0, 1.0, 100, 5)
+        return training.StepResult(seconds, 9.0, 1.0, 1.0, 100, 5)
 
     def comparison(seconds: dict[str, list[float]]) -> training.Comparison:
         made = training.Comparison({}, 8, long_prompts=False)
@@ -225,6 +225,10 @@ def test_held_out_answers_of_the_quickstart_are_valid(tmp_path: Path) -> None:
     assert len(pairs) == 40
     assert all(validate_answer(prompt, answer).is_valid for prompt, answer in pairs)
     assert pairs == held_out.quickstart_pairs(tmp_path / "heldout", seed=3)
+    samples = random_samples(40, seed=1, num_turns=1)
+    num_tokens = sum(end - start for sample in samples for start, end in sample.responses)
+    # 16 of 40 prompts ask for one of five equally frequent phrases.
+    assert held_out.quickstart_floor(pairs, samples) == pytest.approx(16 * np.log(5) / num_tokens)
 
 
 def test_variants_differ_from_the_default_in_one_setting_or_in_block_size() -> None:
@@ -234,15 +238,16 @@ def test_variants_differ_from_the_default_in_one_setting_or_in_block_size() -> N
     assert {(v.block_size, v.ar_weight) for v in VARIANTS if v is not AR and v.random_block_phase} == {
         (block_size, weight) for block_size in (4, 8, 16) for weight in (0.0, 1.0)
     }
+    assert Variant(0).name == "start"
     assert Variant(8, random_block_phase=False).name == "mars_B8_ar1_fixed"
 
 
 def test_tables_of_the_quality_benchmark() -> None:
     mars = Variant(8)
     outcomes = [
-        Outcome(AR, 0, HeldOutLosses(0.5, None), 9.6, 0.75, {}),
-        Outcome(mars, 0, HeldOutLosses(0.25, 1.0), 20.0, 1.0, {4: (0.5, 3.0), 8: (1.0, 6.0)}),
-        Outcome(mars, 1, HeldOutLosses(0.75, 3.0), 20.0, 0.5, {4: (0.5, 3.0), 8: (1.0, 6.0)}),
+        Outcome(AR, 0, HeldOutLosses(0.5, None), 0.1, 9.6, 0.75, {}),
+        Outcome(mars, 0, HeldOutLosses(0.25, 1.0), 0.1, 20.0, 1.0, {4: (0.5, 3.0), 8: (1.0, 6.0)}),
+        Outcome(mars, 1, HeldOutLosses(0.75, 3.0), 0.1, 20.0, 0.5, {4: (0.5, 3.0), 8: (1.0, 6.0)}),
     ]
     values = json.loads(json.dumps(training_quality.summary(outcomes)))
     assert values["means"] == {

@@ -140,7 +140,7 @@ def test_the_head_is_called_once_per_chunk_as_a_module(num_chunks: int) -> None:
     for batch in batches:
         calls.clear()
         run(model, MARS, [batch], num_chunks=num_chunks)
-        assert len(calls) == 2 * num_chunks  # forward, and once more in the backward pass
+        assert len(calls) == 2 * num_chunks - 1  # forward, and once more in the backward pass for all but the last
         assert max(calls) <= max(1, -(-len(batch.source_N) // num_chunks))
 
 
