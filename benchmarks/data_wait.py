@@ -18,7 +18,7 @@ from workers.objectives.streams import Sample
 
 ROWS_PER_PART = 512
 NUM_PARTS, QUICK_PARTS = 16, 4
-NUM_STEPS, QUICK_STEPS = 6, 4
+NUM_STEPS = 4
 
 
 @dataclass(frozen=True)
@@ -38,25 +38,24 @@ def measure_data_wait(
 
     Args:
         step: one optimizer step; returns its wall-clock seconds.
-        quick: fewer files and steps.
+        quick: fewer files.
     """
-    num_steps = QUICK_STEPS if quick else NUM_STEPS
     cluster.connect()
     with tempfile.TemporaryDirectory(prefix="marsray-benchmark-") as folder:
         index = write_parts(Path(folder), QUICK_PARTS if quick else NUM_PARTS, vocab_size)
         plan = StreamPlan(
-            index, 0, samples_per_step, shuffle_window=ROWS_PER_PART, num_epochs=1, max_steps=num_steps + 1
+            index, 0, samples_per_step, shuffle_window=ROWS_PER_PART, num_epochs=1, max_steps=NUM_STEPS + 1
         )
         waits, trained = [], []
         stream = rank_steps(plan, 0, 1, 0)
-        for _ in range(num_steps + 1):
+        for _ in range(NUM_STEPS + 1):
             started = time.perf_counter()
             samples = next(stream)
             waits.append(time.perf_counter() - started)
             trained.append(step(samples))
         first, *others = waits
         share = sum(others) / (sum(others) + sum(trained[1:]))
-        return DataWait(share, num_steps, first, stream_speed(index, samples_per_step))
+        return DataWait(share, NUM_STEPS, first, stream_speed(index, samples_per_step))
 
 
 def stream_speed(index: PreparedIndex, samples_per_step: int) -> float:

@@ -82,7 +82,7 @@ def quickstart(options: argparse.Namespace, seed: int) -> list[Outcome]:
         *common,
         *_steps(options.steps),
     ]
-    for variant in QUICK_VARIANTS if options.quick else VARIANTS:
+    for variant in QUICK_VARIANTS if options.quick else [each for each in VARIANTS if each.name in options.variants]:
         name = f"{folder}/{variant.name}_{options.steps}"
         model, seconds = train_variant(variant, name, shared)
         outcomes.append(judge(variant, model, seconds, f"{name}_decoded"))
@@ -163,6 +163,8 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a miniature of quickstart, within three minutes")
     parser.add_argument("--output", default="runs/training_quality", help="folder of the runs")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="one base model and all variants for each")
+    names = [variant.name for variant in VARIANTS]
+    parser.add_argument("--variants", nargs="+", default=names, choices=names, help="what is trained (quickstart)")
     parser.add_argument("--workers", type=int, default=1, help="training workers of each run")
     parser.add_argument("--base-steps", type=int, default=600, help="steps of the common AR SFT (quickstart)")
     parser.add_argument("--steps", type=int, default=300, help="steps of each variant")
