@@ -55,17 +55,19 @@ def main(arguments: list[str] | None = None) -> None:
     quick = parser.parse_args(arguments).quick
     lengths = QUICK_LENGTHS if quick else LENGTHS
     longest_unchunked = QUICK_LONGEST_UNCHUNKED if quick else LONGEST_UNCHUNKED
-    rows = []
+    rows: list[dict[str, float | None]] = []
+    peaks: list[float] = []
     sys.stdout.write("positions  chunked MiB  unchunked MiB  all logits MiB\n")
     for length in lengths:
         chunked = _in_a_process(length, True)
         unchunked = _in_a_process(length, False) if length <= longest_unchunked else None
+        peaks.append(chunked)
         logits = (length - 1) * VOCAB_SIZE * 4 / 2**20
         rows.append({"positions": length, "chunked_mib": chunked, "unchunked_mib": unchunked})
         shown = "not run" if unchunked is None else f"{unchunked:.0f}"
         sys.stdout.write(f"{length:9d}  {chunked:11.0f}  {shown:>13}  {logits:14.0f}\n")
         sys.stdout.flush()
-    growth = rows[-1]["chunked_mib"] / rows[0]["chunked_mib"]
+    growth = peaks[-1] / peaks[0]
     result = {"vocab_size": VOCAB_SIZE, "rows": rows, "chunked_growth": round(growth, 2)}
     sys.stdout.write(json.dumps(result) + "\n")
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from largest_tensor import LargestTensor
-from tiny_models import MASK_ID, random_samples, tiny_model
+from tiny_models import MASK_ID, VOCAB_SIZE, random_samples, tiny_model
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -149,8 +149,26 @@ def test_the_head_is_called_once_per_chunk_as_a_module(num_chunks: int) -> None:
     for batch in batches:
         calls.clear()
         run(model, MARS, [batch], num_chunks=num_chunks)
-        assert len(calls) == 2 * num_chunks  # forward, and once more in the backward pass
+        assert len(calls) == 2 * num_chunks - 1  # forward, and once more in the backward pass for all but the last
         assert max(calls) <= max(1, -(-len(batch.source_N) // num_chunks))
+
+
+@pytest.mark.parametrize("num_chunks", [1, 4])
+def test_logits_of_one_chunk_at_most_are_kept_for_the_backward_pass(num_chunks: int) -> None:
+    (batch,) = MARS.pack(random_samples(3), row_tokens=300, micro_batch_rows=1)
+    module = LossModule(tiny_model("llama"), MARS)
+    weight = module.model.get_output_embeddings().weight
+    kept: dict[int, int] = {}  # positions by place in memory: two operations may keep the same tensor
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.dim() == 2 and tensor.shape[1] == VOCAB_SIZE and tensor.data_ptr() != weight.data_ptr():
+            kept[tensor.data_ptr()] = len(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        sums = module(batch, num_chunks)
+    assert list(kept.values()) == [-(-len(batch.source_N) // num_chunks)]
+    assert bool(torch.isfinite(sums.loss))
 
 
 def test_chunks_stay_within_head_chunk() -> None:

@@ -78,8 +78,9 @@ def chunked_cross_entropy(
 ) -> Tensor:
     """Weighted sums (2,) of the float32 cross-entropies of N predictions, the head run in exactly `num_chunks` calls.
 
-    Logits are computed again in the backward pass instead of being kept. Chunks are filled up with predictions of
-    weight 0 from the first hidden state of the T = B*L.
+    Logits are computed again in the backward pass instead of being kept, but for the last chunk: the backward pass begins
+    with it, so there is nothing to save. Chunks are filled up with predictions of weight 0 from the first hidden state of
+    the T = B*L.
     """
     chunk_size = max(1, -(-len(source_N) // num_chunks))
     num_filling = chunk_size * num_chunks - len(source_N)
@@ -93,14 +94,11 @@ def chunked_cross_entropy(
         return (losses_N[:, None] * weights).sum(dim=0)  # no matmul: autocast and TF32 would round it
 
     sums = torch.zeros(2, dtype=torch.float32, device=hidden_TD.device)
-    for start in range(0, chunk_size * num_chunks, chunk_size):
-        chunk = slice(start, start + chunk_size)
-        sums = sums + checkpoint(
-            chunk_sums,
-            hidden_TD[source_N[chunk]],
-            label_N[chunk],
-            weight_N2[chunk],
-            use_reentrant=False,
-            preserve_rng_state=False,
-        )
+    for number in range(num_chunks):
+        chunk = slice(number * chunk_size, (number + 1) * chunk_size)
+        arguments = (hidden_TD[source_N[chunk]], label_N[chunk], weight_N2[chunk])
+        if number == num_chunks - 1:
+            sums = sums + chunk_sums(*arguments)
+        else:
+            sums = sums + checkpoint(chunk_sums, *arguments, use_reentrant=False, preserve_rng_state=False)
     return sums
