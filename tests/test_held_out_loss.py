@@ -19,9 +19,10 @@ from workers.config import DistributedSettings, OptimizationSettings
 from workers.objectives.losses import LossModule
 from workers.objectives.mars import MarsObjective
 from workers.objectives.streams import Sample
-from workers.training.engine import build_engine, full_state_dict
+from workers.training.engine import build_engine
 from workers.training.evaluation import HeldOut
 from workers.training.loop import train
+from workers.training.weights import full_state_dict
 
 NUM_STEPS, NUM_RANKS = 4, 2
 OBJECTIVE = MarsObjective(4, 0.5, 1.0, True, MASK_ID, seed=0)

@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM
 
 from jobs import train_mars
 from pipelines.held_out import HeldOutPlan, held_out_samples
-from pipelines.sample_stream import StreamPlan, rank_steps
+from pipelines.sample_order import StreamPlan
+from pipelines.sample_stream import rank_steps
 from pipelines.sft_data import PreparedIndex, prepare_sft_data
 from pipelines.training import run_training
 from workers.errors import InputError
