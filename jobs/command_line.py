@@ -61,8 +61,8 @@ def run(
     except ModuleNotFoundError as error:
         _logger.error("error: %s has no module %r; run `source .venv/bin/activate` first", sys.executable, error.name)
         code = EXIT_FAILED
-    except KeyboardInterrupt:
-        _logger.error("error: interrupted; the same command goes on from here")
+    except KeyboardInterrupt as stop:
+        _logger.error("%s; the same command goes on", str(stop) or "interrupted")
         code = EXIT_FAILED
     except Exception:  # the border of the program: whatever happened, the log ends with the exit code
         _logger.exception("error: the job failed")

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipelines import storage
+from pipelines.column_types import is_messages, is_text
 from pipelines.prompt_ids import NUM_SHOWN, IdIndex
 from pipelines.prompt_rows import PromptFile, RawRow, json_rows, read_chunks
 from pipelines.row_files import BATCH_ROWS, MalformedLine, parquet_batches, parquet_schema, python_values
@@ -243,33 +244,11 @@ def _require_prompt(settings: PromptSettings, file: PromptFile, names: Collectio
 
 def _check_prompt_types(settings: PromptSettings, file: PromptFile, schema: pa.Schema) -> None:
     for name, expected, is_fit in (
-        (settings.prompt_column, "strings", _is_text),
-        (settings.messages_column, "a list of {role, content}", _is_messages),
+        (settings.prompt_column, "strings", is_text),
+        (settings.messages_column, "a list of {role, content}", is_messages),
     ):
         if name in schema.names and not is_fit(schema.field(name).type):
             raise InputError(file.path, f"column {name!r} of type {schema.field(name).type}", expected)
-
-
-def _is_text(column_type: pa.DataType) -> bool:
-    if pa.types.is_dictionary(column_type):
-        column_type = column_type.value_type
-    return bool(
-        pa.types.is_string(column_type)
-        or pa.types.is_large_string(column_type)
-        or pa.types.is_string_view(column_type)
-        or pa.types.is_null(column_type)
-    )
-
-
-def _is_messages(column_type: pa.DataType) -> bool:
-    if pa.types.is_null(column_type):
-        return True
-    if not (pa.types.is_list(column_type) or pa.types.is_large_list(column_type)):
-        return False
-    message = column_type.value_type
-    return pa.types.is_null(message) or (
-        pa.types.is_struct(message) and {"role", "content"} <= {field.name for field in message}
-    )
 
 
 def _no_extra(file: PromptFile, name: str) -> InputError:

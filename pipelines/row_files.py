@@ -62,6 +62,15 @@ class RowFile:
 
 
 @dataclass(frozen=True)
+class RowRange:
+    """Row groups `[first_group, end_group)` of a Parquet file; `first_row` is the number of their first row in the file."""
+
+    first_group: int
+    end_group: int
+    first_row: int
+
+
+@dataclass(frozen=True)
 class MalformedLine:
     """Stands for a line of JSONL that is not a row, or for what a row of Parquet has and Python cannot hold."""
 
@@ -101,18 +110,38 @@ def parquet_schema(file: RowFile) -> tuple[pa.Schema, int]:
         return parquet.schema_arrow, parquet.metadata.num_rows
 
 
-def parquet_batches(file: RowFile, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-    """The rows of a Parquet file with those of `columns` that it has. Memory is bounded by a few pages of each column.
+def row_ranges(file: RowFile, num_bytes: int) -> list[RowRange]:
+    """A Parquet file cut between row groups into ranges of at least `num_bytes` before compression, the last one excepted.
+
+    Raises:
+        InputError: as `parquet_schema`.
+    """
+    with storage.open_read(file.path) as stream:
+        metadata = _open_parquet(file, stream).metadata
+    ranges = []
+    first_group = first_row = num_rows = size = 0
+    for group in range(metadata.num_row_groups):
+        num_rows += metadata.row_group(group).num_rows
+        size += metadata.row_group(group).total_byte_size
+        if size >= num_bytes or group == metadata.num_row_groups - 1:
+            ranges.append(RowRange(first_group, group + 1, first_row))
+            first_group, first_row, size = group + 1, num_rows, 0
+    return ranges
+
+
+def parquet_batches(file: RowFile, columns: Sequence[str], rows: RowRange | None = None) -> Iterator[pa.RecordBatch]:
+    """The rows of a Parquet file, or of a range, with those of `columns` that it has; memory: a few pages of each column.
 
     Raises:
         InputError: the file is damaged; names the row up to which it could be read.
     """
-    num_read = 0
+    num_read = rows.first_row if rows else 0
     with storage.open_read(file.path) as stream:
         parquet = _open_parquet(file, stream)
         present = [name for name in dict.fromkeys(columns) if name in parquet.schema_arrow.names]
         try:
-            for batch in parquet.iter_batches(BATCH_ROWS, columns=present, use_threads=False):
+            groups = range(rows.first_group, rows.end_group) if rows else range(parquet.num_row_groups)
+            for batch in parquet.iter_batches(BATCH_ROWS, list(groups), present, use_threads=False):
                 yield batch
                 num_read += batch.num_rows
         except (pa.ArrowException, OSError) as error:

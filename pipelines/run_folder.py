@@ -14,13 +14,17 @@ from workers.errors import InputError
 
 _SETTINGS, _INPUTS, _REPORT = "run.json", "inputs.json", "report.json"
 # Fields that may change between a killed run and its continuation: they leave the weights alone.
+# Another number of workers reads a converted checkpoint (`workers.training.checkpoint`); the samples of a step stay the same.
 _FREE_FIELDS = {
     "run.output",
     "data.max_rejected_share",
     "run.log_every",
+    "run.evaluate_every",
     "run.checkpoint_every",
     "run.num_to_keep",
     "run.overwrite",
+    "distributed.num_workers",
+    "distributed.cpus_per_worker",
     "distributed.max_failures",
 }
 _logger = logging.getLogger(__name__)

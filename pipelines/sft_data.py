@@ -2,38 +2,35 @@
 
 The output folder:
 
-- `parts/{file}-{k}.parquet`: good rows in input order, with `file` (number in the sorted listing) and `row` (number in
+- `parts/{file}-{task}-{k}.parquet`: good rows in input order, with `file` (number in the sorted listing) and `row` (number in
 that file);
-- `rejected/{file}.parquet`: location, reason and detail of the rows that were left out;
-- `done/{file}.json`: what became of a shard, written when all of its files are there;
+- `rejected/{file}-{task}.parquet`: location, reason and detail of the rows that were left out;
+- `done/{file}-{task}.json`: what became of a task's rows, written when all of its files are there;
 - `fingerprint.json`: what the files were made of and with; another fingerprint deletes them;
 - `index.json`: the whole, written last.
 
-Every file is a function of its shard and the settings and appears as a whole, so a task that runs twice does no harm,
-and a killed preparation goes on with the shards that are not done.
+A task is a shard, or a piece of a large one (see `preparation_tasks`). A killed preparation goes on with the tasks that are not
+done.
 """
 
-import functools
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
 from typing import Any
-
-import pyarrow as pa
-import ray.data
 
 from pipelines import storage
 from pipelines.model_folders import fetch_facts
-from pipelines.sft_rows import PartWriter, RejectedWriter, encode_row
-from pipelines.sft_source import MalformedLine, Shard, inspect_shards, iterate_rows
-from workers.chat import MALFORMED_LINE, Rejected, check_prompt_format
+from pipelines.preparation_tasks import Preparation, Task, cut_shards, done_records, load_tokenizer, run_tasks
+from pipelines.sft_source import Shard, Source, inspect_shards, list_sources
+from workers.chat import check_prompt_format
 from workers.config import DataSettings
 from workers.errors import InputError
 
 # Raise this when the same input would give other files.
-PREPARATION_VERSION = 1
+PREPARATION_VERSION = 2
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -45,22 +42,27 @@ TOKENIZER_FILES = (
     "merges.txt",
 )
 # Settings that do not change what a row becomes.
-SETTINGS_OF_THE_RUN = {"train", "max_rejected_share", "shuffle_window"}
+SETTINGS_OF_THE_RUN = {"train", "weights", "held_out", "max_held_out", "max_rejected_share", "shuffle_window"}
 
 
 @dataclass(frozen=True)
 class PreparedPart:
-    """One file of prepared rows; `num_response_tokens` are the tokens inside response spans."""
+    """One file of prepared rows of the shard with number `file`; `num_response_tokens` are the tokens inside response spans."""
 
     path: str
     num_rows: int
     num_tokens: int
     num_response_tokens: int
+    file: int = 0
 
 
 @dataclass(frozen=True)
 class PreparedIndex:
-    """All prepared rows. `parts` and `files` (the shards' paths, by number) are in the order of the sorted listing."""
+    """All prepared rows. `parts` and `files` (the shards' paths, by number) are in the order of the sorted listing.
+
+    `sources` are the entries of the setting that names the shards, with their weights; none means weight 1 for all. They are no
+    part of the prepared files.
+    """
 
     parts: tuple[PreparedPart, ...]
     num_rows: int
@@ -68,17 +70,7 @@ class PreparedIndex:
     reasons: dict[str, int]
     fingerprint: str
     files: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class _Preparation:
-    """All that a task needs to know, the same for every shard."""
-
-    settings: DataSettings
-    tokenizer_folder: str
-    mask_token_id: int | None
-    end_ids: frozenset[int]
-    output: str
+    sources: tuple[Source, ...] = ()
 
 
 def prepare_sft_data(
@@ -92,7 +84,7 @@ def prepare_sft_data(
     paths: Sequence[str] | None = None,
     where: str = "data.train",
 ) -> PreparedIndex:
-    """Prepares all shards with Ray Data, one task per shard, or finds the result of an earlier call with the same input.
+    """Prepares all shards with Ray Data, or finds the result of an earlier call with the same input.
 
     Args:
         settings: columns, format, length and the allowed share of rejected rows.
@@ -107,98 +99,55 @@ def prepare_sft_data(
         InputError: a fault of the input files, more than `max_rejected_share` rejected, or no row left.
     """
     shards = inspect_shards(settings, paths, where)
+    sources = _sources(settings, paths, where, shards)
     fingerprint = _fingerprint(shards, settings, tokenizer_folder, mask_token_id, end_ids)
     index = _load_index(output, fingerprint)
     if index is None:
-        check_prompt_format(
-            _load_tokenizer(fetch_facts(tokenizer_folder)), settings.prompt_format, "data.prompt_format"
-        )
+        check_prompt_format(load_tokenizer(fetch_facts(tokenizer_folder)), settings.prompt_format, "data.prompt_format")
         _start_or_continue(output, fingerprint)
-        preparation = _Preparation(settings, tokenizer_folder, mask_token_id, end_ids, output)
-        index = _merge(_prepare_shards(preparation, shards, report), shards, fingerprint, output)
+        preparation = Preparation(settings, tokenizer_folder, mask_token_id, end_ids, output)
+        tasks = cut_shards(shards)
+        index = _merge(_run(preparation, tasks, report), tasks, shards, fingerprint, output)
         _save_index(index, output)
-    _check_rejected(index, settings, output)
-    return index
+    check_rejected(index, settings, output, where)
+    return replace(index, sources=sources)
 
 
-def _prepare_shards(
-    preparation: _Preparation, shards: Sequence[Shard], report: Callable[[int, int], None]
-) -> dict[int, dict[str, Any]]:
-    """The `done` record of every shard, by number; works on those that have none."""
-    done = {}
-    for info in storage.list_folder(storage.join(preparation.output, "done")):
-        record = json.loads(storage.read_bytes(info.path))
-        done[record["file"]] = record
-    report(len(done), len(shards))
-    pending = [{"file": number, **asdict(shard)} for number, shard in enumerate(shards) if number not in done]
-    for answer in _run_tasks(preparation, pending):
-        if answer["error"]:
-            # Given back as data: Ray Data would wrap an exception, and would try the same bad file again.
-            raise InputError(*json.loads(answer["error"]))
-        done[answer["file"]] = json.loads(answer["record"])
-        report(len(done), len(shards))
-    assert len(done) == len(shards), "Ray Data lost a shard"
+def _sources(
+    settings: DataSettings, paths: Sequence[str] | None, where: str, shards: Sequence[Shard]
+) -> tuple[Source, ...]:
+    """The entries behind the shards, each with its weight."""
+    sources = list_sources(settings.train if paths is None else paths, settings.weights if paths is None else (), where)
+    changed = {file for source in sources for file in source.files} ^ {shard.path for shard in shards}
+    if changed:
+        raise InputError(min(changed), "a shard that came or went just now", "input that stays the same during a run")
+    return sources
+
+
+def _run(
+    preparation: Preparation, tasks: Sequence[Task], report: Callable[[int, int], None]
+) -> dict[str, dict[str, Any]]:
+    """The `done` record of every task, by name; works on those that have none. Counts the shards that are whole."""
+    done = done_records(preparation.output)
+    missing = Counter(task.file for task in tasks if task.name not in done)
+    num_shards = len({task.file for task in tasks})
+    report(num_shards - len(missing), num_shards)
+    for record in run_tasks(preparation, [task for task in tasks if task.name not in done]):
+        done[record["task"]] = record
+        missing -= Counter([record["file"]])
+        report(num_shards - len(missing), num_shards)
+    assert all(task.name in done for task in tasks), "Ray Data lost a task"
     return done
 
 
-def _run_tasks(preparation: _Preparation, pending: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    if not pending:
-        return
-    context = ray.data.DataContext.get_current().copy()
-    context.enable_progress_bars = False
-    context.print_on_execution_start = False
-    with ray.data.DataContext.current(context):
-        # One block per shard: a task takes a whole block.
-        shards = ray.data.from_items(pending, override_num_blocks=len(pending))
-        yield from shards.map(functools.partial(_prepare_shard, preparation=preparation)).iter_rows()
-
-
-def _prepare_shard(item: dict[str, Any], preparation: _Preparation) -> dict[str, Any]:
-    """The task: one shard to its files. Streams, so memory is bounded by one part."""
-    shard = Shard(item["path"], int(item["size"]), item["version"])
-    file = int(item["file"])
-    try:
-        record = json.dumps(_write_shard(file, shard, preparation))
-    except InputError as error:
-        return {"file": file, "record": "", "error": json.dumps(error.args)}
-    return {"file": file, "record": record, "error": ""}
-
-
-def _write_shard(file: int, shard: Shard, preparation: _Preparation) -> dict[str, Any]:
-    pa.set_cpu_count(1)
-    tokenizer = _load_tokenizer(fetch_facts(preparation.tokenizer_folder))
-    reasons: Counter[str] = Counter()
-    with (
-        PartWriter(storage.join(preparation.output, "parts"), file) as parts,
-        RejectedWriter(storage.join(preparation.output, "rejected"), file, shard.path) as rejected,
-    ):
-        for number, row in iterate_rows(shard, preparation.settings):
-            try:
-                if isinstance(row, MalformedLine):
-                    raise Rejected(MALFORMED_LINE, row.detail)
-                conversation = encode_row(
-                    tokenizer,
-                    row,
-                    preparation.settings,
-                    mask_token_id=preparation.mask_token_id,
-                    end_ids=preparation.end_ids,
-                )
-            except Rejected as verdict:
-                reasons[verdict.reason] += 1
-                rejected.add(number, verdict)
-            else:
-                parts.add(number, conversation)
-    record = {"file": file, "parts": parts.written, "reasons": dict(reasons)}
-    storage.publish_bytes(storage.join(preparation.output, "done", f"{file:05d}.json"), json.dumps(record).encode())
-    return record
-
-
-def _merge(done: dict[int, dict[str, Any]], shards: Sequence[Shard], fingerprint: str, output: str) -> PreparedIndex:
+def _merge(
+    done: dict[str, dict[str, Any]], tasks: Sequence[Task], shards: Sequence[Shard], fingerprint: str, output: str
+) -> PreparedIndex:
     reasons: Counter[str] = Counter()
     parts = []
-    for number in range(len(shards)):
-        reasons.update(done[number]["reasons"])
-        parts += [_part(output, entry) for entry in done[number]["parts"]]
+    for task in tasks:
+        reasons.update(done[task.name]["reasons"])
+        parts += [_part(output, entry) for entry in done[task.name]["parts"]]
     return PreparedIndex(
         parts=tuple(parts),
         num_rows=sum(part.num_rows for part in parts),
@@ -213,17 +162,21 @@ def _part(output: str, entry: dict[str, Any]) -> PreparedPart:
     return PreparedPart(**{**entry, "path": storage.join(output, "parts", entry["path"])})
 
 
-def _check_rejected(index: PreparedIndex, settings: DataSettings, output: str) -> None:
-    """Stops a run with too many rejected rows, or none left, with the table of reasons."""
+def check_rejected(index: PreparedIndex, settings: DataSettings, output: str, where: str) -> None:
+    """Stops a run with too many rejected rows, or none left, with the table of reasons.
+
+    Raises:
+        InputError: names the setting `where` that names the shards.
+    """
     total = index.num_rows + index.num_rejected
-    too_many = index.num_rejected > settings.max_rejected_share * total
+    too_many = index.num_rejected > Fraction(str(settings.max_rejected_share)) * total  # 0.29 of 100 rows are 29
     if index.num_rows and not too_many:
         return
     table = "".join(f"\n  {count:>8}  {reason}" for reason, count in index.reasons.items())
     expected = "at least one good row" if not too_many else f"a share of at most {settings.max_rejected_share}"
     raise InputError(
-        "data.max_rejected_share" if too_many else "data.train",
-        f"{index.num_rejected} of {total} rows rejected:{table}\n",
+        "data.max_rejected_share" if too_many else where,
+        f"{index.num_rejected} of {total} rows of {where} rejected:{table}\n",
         expected,
         f"Each row is listed in {storage.join(output, 'rejected')}.",
     )
@@ -277,13 +230,7 @@ def _load_index(output: str, fingerprint: str) -> PreparedIndex | None:
 
 def _save_index(index: PreparedIndex, output: str) -> None:
     content = asdict(index)
+    del content["sources"]
     for entry in content["parts"]:
         entry["path"] = entry["path"].replace("\\", "/").rsplit("/", 1)[-1]  # the folder may move
     storage.publish_bytes(storage.join(output, "index.json"), json.dumps(content, indent=1).encode())
-
-
-@functools.cache
-def _load_tokenizer(folder: str) -> Any:
-    from workers.models.folder import load_tokenizer
-
-    return load_tokenizer(folder)

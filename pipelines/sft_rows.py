@@ -5,10 +5,12 @@ import tempfile
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipelines import storage
+from pipelines.row_files import RowFile
 from workers.chat import (
     MASK_AMONG_TOKENS,
     MISSING_COLUMN,
@@ -22,6 +24,7 @@ from workers.config import DataSettings
 
 PART_ROWS = 4096
 PART_TOKENS = 4 << 20  # bounds the memory of a task when rows are long
+MAX_DETAIL = 500  # characters: a role can be as long as a line
 PART_SCHEMA = pa.schema(
     [
         ("file", pa.int32()),
@@ -31,8 +34,15 @@ PART_SCHEMA = pa.schema(
         ("ends", pa.list_(pa.int32())),
     ]
 )
+# `row` counts from 0; `location` says the same as messages do, with the line from 1 in JSONL.
 REJECTED_SCHEMA = pa.schema(
-    [("path", pa.string()), ("row", pa.int64()), ("reason", pa.string()), ("detail", pa.string())]
+    [
+        ("path", pa.string()),
+        ("row", pa.int64()),
+        ("location", pa.string()),
+        ("reason", pa.string()),
+        ("detail", pa.string()),
+    ]
 )
 
 
@@ -44,17 +54,19 @@ def encode_row(
     mask_token_id: int | None,
     end_ids: frozenset[int],
 ) -> Conversation:
-    """A row with messages, or else with a prompt and a response, as at most `max_length` tokens.
+    """A row with messages, or (without, or with null there) with a prompt and a response, as at most `max_length` tokens.
 
     Raises:
         Rejected: the row cannot be used.
     """
-    if settings.messages_column in row:
-        messages = row[settings.messages_column]
+    has_pair = settings.prompt_column in row and settings.response_column in row
+    messages = row.get(settings.messages_column)
+    # Files of both kinds that were merged have all columns, and nulls in those that a row did not have.
+    if messages is not None or (settings.messages_column in row and not has_pair):
         conversation = encode_conversation(
             tokenizer, messages, end_ids=end_ids, allow_empty_answer=settings.allow_empty_answer
         )
-    elif settings.prompt_column in row and settings.response_column in row:
+    elif has_pair:
         conversation = encode_pair(
             tokenizer,
             row[settings.prompt_column],
@@ -72,10 +84,10 @@ def encode_row(
 
 
 class PartWriter:
-    """Writes the good rows of one shard as parts of bounded size; `written` lists them with their counts."""
+    """Writes good rows of one shard as parts of bounded size, `{name}-{k}.parquet`; `written` lists them with their counts."""
 
-    def __init__(self, folder: str, file: int) -> None:
-        self._folder, self._file = folder, file
+    def __init__(self, folder: str, name: str, file: int) -> None:
+        self._folder, self._name, self._file = folder, name, file
         self._rows: list[dict[str, Any]] = []
         self._num_tokens = 0
         self.written: list[dict[str, Any]] = []
@@ -83,15 +95,14 @@ class PartWriter:
     def add(self, row: int, conversation: Conversation) -> None:
         """Takes the next row, numbered as in the shard."""
         starts, ends = zip(*conversation.responses, strict=True)
-        self._rows.append(
-            {"file": self._file, "row": row, "token_ids": conversation.token_ids, "starts": starts, "ends": ends}
-        )
+        token_ids = np.array(conversation.token_ids, np.int32)  # a ninth of the memory of a list
+        self._rows.append({"file": self._file, "row": row, "token_ids": token_ids, "starts": starts, "ends": ends})
         self._num_tokens += len(conversation.token_ids)
         if len(self._rows) >= PART_ROWS or self._num_tokens >= PART_TOKENS:
             self._flush()
 
     def _flush(self) -> None:
-        name = f"{self._file:05d}-{len(self.written):05d}.parquet"
+        name = f"{self._name}-{len(self.written):05d}.parquet"
         sink = pa.BufferOutputStream()
         pq.write_table(pa.Table.from_pylist(self._rows, schema=PART_SCHEMA), sink, compression="zstd")
         storage.publish_bytes(storage.join(self._folder, name), sink.getvalue().to_pybytes())
@@ -99,6 +110,7 @@ class PartWriter:
         self.written.append(
             {
                 "path": name,
+                "file": self._file,
                 "num_rows": len(self._rows),
                 "num_tokens": self._num_tokens,
                 "num_response_tokens": num_response_tokens,
@@ -117,11 +129,11 @@ class PartWriter:
 
 
 class RejectedWriter:
-    """Writes the rejected rows of one shard as one file, through a local temporary file; no rejected row, no file."""
+    """Writes rejected rows of one shard as one file, through a local temporary file; no rejected row, no file."""
 
-    def __init__(self, folder: str, file: int, shard_path: str) -> None:
-        self._path = storage.join(folder, f"{file:05d}.parquet")
-        self._shard_path = shard_path
+    def __init__(self, folder: str, name: str, shard: RowFile) -> None:
+        self._path = storage.join(folder, f"{name}.parquet")
+        self._shard = shard
         self._rows: list[dict[str, Any]] = []
         self._temporary: str | None = None
         self._writer: pq.ParquetWriter | None = None
@@ -129,8 +141,16 @@ class RejectedWriter:
     def add(self, row: int, verdict: Rejected) -> None:
         """Takes the next rejected row, numbered as in the shard."""
         # Half surrogates can reach the detail, and Parquet takes none.
-        detail = verdict.detail.encode(errors="backslashreplace").decode()
-        self._rows.append({"path": self._shard_path, "row": row, "reason": verdict.reason, "detail": detail})
+        detail = verdict.detail[:MAX_DETAIL].encode(errors="backslashreplace").decode()
+        self._rows.append(
+            {
+                "path": self._shard.path,
+                "row": row,
+                "location": self._shard.location(row),
+                "reason": verdict.reason,
+                "detail": detail,
+            }
+        )
         if len(self._rows) >= PART_ROWS:
             self._flush()
 

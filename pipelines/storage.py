@@ -60,23 +60,34 @@ def find_file(path: str) -> FileInfo | None:
 
 
 def list_folder(folder: str) -> list[FileInfo]:
-    """All files below a folder at any depth, sorted by path, without dot names; a missing folder is empty."""
+    """All files below a folder at any depth, sorted by path, without dot names; a missing folder is empty.
+
+    Links to folders are followed, as globs do, but for those that lead back to a folder that they lie in.
+    """
     if is_s3(folder):
         return s3_objects.list_folder(folder)
     found = []
     with _clear_errors(folder):
-        for parent, folders, names in os.walk(folder, onerror=_raise_unless_missing):
-            folders[:] = [name for name in folders if not name.startswith(".")]
+        for parent, folders, names in os.walk(folder, onerror=_raise_unless_missing, followlinks=True):
+            paths = {name: os.path.join(parent, name) for name in folders if not name.startswith(".")}
+            folders[:] = [name for name, path in paths.items() if not _leads_back(path)]
             found += [_local_info(os.path.join(parent, name)) for name in names if not name.startswith(".")]
     return sorted(found, key=lambda info: info.path)
 
 
 def list_glob(pattern: str) -> list[FileInfo]:
-    """The files that match a glob, sorted by path: `*` and `?` stay inside a path part, `**` does not; no dot names."""
+    """The files that match a glob, sorted by path: `*` and `?` stay inside a path part, `**` does not; no dot names.
+
+    Links to folders are followed as in `list_folder`.
+    """
     if is_s3(pattern):
         return s3_objects.list_glob(pattern)
+    if "**" in pattern:  # glob.glob follows links that lead back, on and on
+        base = os.path.dirname(re.split(r"[*?\[]", pattern, maxsplit=1)[0]) or os.curdir
+        wanted = os.path.relpath(pattern, base)
+        return [info for info in list_folder(base) if matches_glob(os.path.relpath(info.path, base), wanted)]
     with _clear_errors(pattern):
-        return [_local_info(path) for path in sorted(glob.glob(pattern, recursive=True)) if os.path.isfile(path)]
+        return [_local_info(path) for path in sorted(glob.glob(pattern)) if not os.path.isdir(path)]
 
 
 def matches_glob(path: str, pattern: str) -> bool:
@@ -210,8 +221,18 @@ def delete(path: str) -> None:
         _delete_local(path)
 
 
+def _leads_back(folder: str) -> bool:
+    """Whether a folder is a link to a folder that it lies in: below it, everything would come again without end."""
+    if not os.path.islink(folder):
+        return False
+    target = os.path.realpath(folder)
+    parent = os.path.realpath(os.path.dirname(folder))
+    return os.path.commonpath([target, parent]) == target
+
+
 def _local_info(path: str) -> FileInfo:
-    status = os.stat(path)
+    with _clear_errors(path):
+        status = os.stat(path)
     return FileInfo(path, status.st_size, str(status.st_mtime_ns))
 
 

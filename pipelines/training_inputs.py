@@ -10,10 +10,10 @@ from pipelines import model_folders, storage
 from pipelines.paths import resolve
 from pipelines.quickstart_task import write_quickstart_data
 from pipelines.run_folder import RunFolder
-from pipelines.sft_source import inspect_shards, iterate_texts
+from pipelines.sft_source import inspect_shards, iterate_texts, list_sources
 from pipelines.tokenizer_training import create_model_folder, train_tokenizer
 from workers.chat import check_prompt_format
-from workers.config import DataSettings, ModelSettings
+from workers.config import DataSettings, LoraSettings, ModelSettings
 from workers.errors import InputError
 from workers.models.folder import (
     MultiTokenSettings,
@@ -22,6 +22,7 @@ from workers.models.folder import (
     read_multi_token_settings,
 )
 from workers.models.loading import check_loadable
+from workers.models.lora import check_lora
 from workers.models.placeholder import find_placeholder
 
 _logger = logging.getLogger(__name__)
@@ -45,11 +46,14 @@ class StartModel:
 class TrainingInputs:
     """Data and start model of one run."""
 
-    def __init__(self, model: ModelSettings, data: DataSettings, seed: int, run: RunFolder) -> None:
-        self._model, self._seed, self._run = model, seed, run
+    def __init__(
+        self, model: ModelSettings, data: DataSettings, seed: int, run: RunFolder, *, lora: LoraSettings | None = None
+    ) -> None:
+        self._model, self._seed, self._run, self._lora = model, seed, run, lora
         self._is_example = not data.train
         shards = (run.join("example", "train"),) if self._is_example else tuple(resolve(path) for path in data.train)
-        self._data = data.model_copy(update={"train": shards})
+        held_out = tuple(resolve(path) for path in data.held_out)
+        self._data = data.model_copy(update={"train": shards, "held_out": held_out})
 
     def check(self) -> None:
         """Looks at shards and model folder without writing anything.
@@ -57,12 +61,24 @@ class TrainingInputs:
         Raises:
             InputError: names the shard, the column, the setting or the file of the model folder.
         """
-        if not self._is_example:
-            for path in (*self._data.train, *(shard.path for shard in inspect_shards(self._data))):
-                self._run.require_outside("data.train", path)
+        shards = () if self._is_example else inspect_shards(self._data, log_differences=True)
+        for path in (*self._data.train, *(shard.path for shard in shards)) if shards else ():
+            self._run.require_outside("data.train", path)
+        if shards:
+            list_sources(self._data.train, self._data.weights)
+        if self._data.held_out:
+            self._check_held_out({_real_path(shard.path) for shard in shards})
         if self._model.path is not None:
             self._run.require_outside("model.path", resolve(self._model.path))
             self._start_model(resolve(self._model.path))
+
+    def _check_held_out(self, trained: set[str]) -> None:
+        for shard in inspect_shards(self._data, self._data.held_out, "data.held_out"):
+            self._run.require_outside("data.held_out", shard.path)
+            if _real_path(shard.path) in trained:
+                raise InputError(
+                    "data.held_out", f"{shard.path}, which data.train names too", "shards that are never trained on"
+                )
 
     def materialize(self) -> tuple[StartModel, DataSettings]:
         """The start model and the settings of the data, both in place now."""
@@ -99,6 +115,8 @@ class TrainingInputs:
 
     def _inspect(self, folder: str) -> StartModel:
         check_loadable(folder)
+        if self._lora is not None:
+            check_lora(self._lora, folder)
         facts = inspect_model_folder(folder)
         tokenizer = load_tokenizer(folder)
         check_prompt_format(tokenizer, self._data.prompt_format, "data.prompt_format")
@@ -125,3 +143,7 @@ class TrainingInputs:
                 repr(wanted),
                 f"id {earlier.mask_token_id} or `auto`: {folder} has been trained with that placeholder",
             )
+
+
+def _real_path(path: str) -> str:
+    return path if storage.is_s3(path) else os.path.realpath(path)

@@ -1,27 +1,32 @@
 """What runs on every rank of a training stage: Ray Train gives rank, restart and storage; the loop is in `workers`."""
 
-import tempfile
+import json
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import ray.train
 import torch
 from ray.train.torch import get_device
 
-from pipelines import model_folders
-from pipelines.sample_stream import StreamPlan, rank_steps
-from workers.config import DistributedSettings, OptimizationSettings
+from pipelines import model_folders, storage
+from pipelines.checkpoint_store import CheckpointStore
+from pipelines.held_out import HeldOutPlan, held_out_samples
+from pipelines.sample_order import StreamPlan
+from pipelines.sample_stream import rank_steps
+from pipelines.stop_board import StopFlag
+from workers.config import DistributedSettings, LoraSettings, OptimizationSettings
 from workers.errors import InputError
 from workers.models.export import export_folder
 from workers.models.folder import MultiTokenSettings, load_tokenizer
 from workers.models.loading import add_mask_row, init_mask_embedding, load_causal_lm
+from workers.models.lora import add_adapters, merge_adapters
 from workers.objectives.losses import LossModule
 from workers.objectives.mars import MarsObjective
 from workers.objectives.probe import check_two_streams
-from workers.training.checkpoint import load_training_state, save_training_state
-from workers.training.engine import build_engine, full_state_dict
+from workers.training.engine import build_engine
+from workers.training.evaluation import HeldOut
 from workers.training.loop import Metrics, train
+from workers.training.weights import full_state_dict
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,7 @@ class StageJob:
 
     `start_model` is the folder to begin with, `final_model` the one to publish, both local or on S3; `settings` travel with the
     final model.
+    `best_file` gets the metrics of the checkpoint that is published; None publishes the newest weights.
     """
 
     objective: MarsObjective
@@ -41,38 +47,68 @@ class StageJob:
     settings: MultiTokenSettings
     has_trained_placeholder: bool
     add_mask_row: bool
+    lora: LoraSettings | None
     seed: int
     log_every: int
     checkpoint_every: int
+    held_out: HeldOutPlan | None
+    best_file: str | None
+
+    @property
+    def trained_token_id(self) -> int | None:
+        """The row of the embedding that is trained beside adapters: the placeholder's, where there are placeholders."""
+        return self.objective.mask_token_id if self.objective.block_size > 1 else None
 
 
 def run_stage(config: dict[str, Any]) -> None:
-    """The training function of Ray Train. `config` holds the `StageJob` under `job` and the `MetricsBoard` under `board`."""
+    """The training function of Ray Train. `config` has a `StageJob` (`job`), its `MetricsBoard` (`board`) and its `stop_board`."""
+    try:
+        _run(config)
+    except InputError as error:  # on every rank alike; raised, it would count as a failure and be tried again
+        if ray.train.get_context().get_world_rank() == 0:
+            ray.get(config["board"].refuse.remote(error.args))
+
+
+def _run(config: dict[str, Any]) -> None:
     job: StageJob = config["job"]
-    board = config["board"]
+    job = replace(job, start_model=model_folders.fetch(job.start_model))
     context = ray.train.get_context()
-    rank, world_size = context.get_world_rank(), context.get_world_size()
+    rank = context.get_world_rank()
     if not job.distributed.use_gpu:
         torch.set_num_threads(1)  # ranks share the cores: more threads per rank only wait for each other
     torch.manual_seed(job.seed + rank)
-    try:
-        job = replace(job, start_model=model_folders.fetch(job.start_model))
-        model = _load_model(job)
-    except InputError as error:  # on every rank alike; raised, it would count as a failure and be tried again
-        if rank == 0:
-            ray.get(board.refuse.remote(error.args))
-        return
+    model = _load_model(job)
     module = LossModule(model, job.objective, job.optimization.head_chunk)
     engine = build_engine(module, job.optimization, job.distributed, job.plan.num_steps)
-    first_step = _restore(engine)
+    checkpoints = CheckpointStore(engine)
+    num_steps_done = _train(config, engine, checkpoints, rank, context.get_world_size())
+    if num_steps_done == job.plan.num_steps:
+        _publish(job, engine, checkpoints, model)
+
+
+def _train(config: dict[str, Any], engine: Any, checkpoints: CheckpointStore, rank: int, world_size: int) -> int:
+    """Goes on from the newest checkpoint; returns the number of finished steps, which is not all of them after a stop signal."""
+    job: StageJob = config["job"]
+    board = config["board"]
+    first_step = checkpoints.restore()
     if rank == 0:
         ray.get(board.restart.remote(first_step))
+    held_out = None
+    if job.held_out is not None:
+        held_out = HeldOut(
+            held_out_samples(job.held_out, rank, world_size),
+            engine,
+            job.objective,
+            job.optimization,
+            every=job.held_out.every,
+            at_checkpoints=job.best_file is not None,
+        )
 
     def post(metrics: Metrics) -> None:
         if rank == 0:
             ray.get(board.post.remote(metrics.as_dict()))
 
-    train(
+    return train(
         engine,
         job.objective,
         rank_steps(job.plan, rank, world_size, first_step),
@@ -82,20 +118,37 @@ def run_stage(config: dict[str, Any]) -> None:
         log_every=job.log_every,
         checkpoint_every=job.checkpoint_every,
         on_metrics=post,
-        on_checkpoint=lambda done, metrics: _save(engine, done, metrics),
+        on_checkpoint=checkpoints.save,
+        held_out=held_out,
+        should_stop=StopFlag(config["stop_board"]) if rank == 0 else lambda: False,
     )
+
+
+def _publish(job: StageJob, engine: Any, checkpoints: CheckpointStore, model: Any) -> None:
+    """Exports the newest weights or, if the job asks for it, those of the best checkpoint."""
+    if job.best_file is not None:
+        best = checkpoints.restore_best()
+        storage.publish_bytes(job.best_file, json.dumps(best.as_dict()).encode())
     state = full_state_dict(engine, model, job.distributed.zero_stage)
     if state is not None:
-        with model_folders.staged(job.final_model) as folder:
-            export_folder(state, model, load_tokenizer(job.start_model), job.settings, folder)
+        _export(job, state, model)
 
 
-def _load_model(job: StageJob) -> Any:
+def _start_model(job: StageJob) -> Any:
+    """The model that the stage begins with, on the CPU, its placeholder ready."""
     model = load_causal_lm(job.start_model, dtype=torch.bfloat16 if job.distributed.use_gpu else torch.float32)
     if job.add_mask_row:
         add_mask_row(model)
     if job.objective.block_size > 1 and not job.has_trained_placeholder:
         init_mask_embedding(model, job.objective.mask_token_id)
+    return model
+
+
+def _load_model(job: StageJob) -> Any:
+    """The start model as it is trained: on its device, with adapters if so asked."""
+    model = _start_model(job)
+    if job.lora is not None:
+        add_adapters(model, job.lora, trained_token_id=job.trained_token_id, seed=job.seed)
     model.to(get_device())
     if job.objective.block_size > 1:
         check_two_streams(model)
@@ -104,21 +157,10 @@ def _load_model(job: StageJob) -> Any:
     return model.train()
 
 
-def _restore(engine: Any) -> int:
-    checkpoint = ray.train.get_checkpoint()
-    if checkpoint is None:
-        return 0
-    with checkpoint.as_directory() as folder:
-        return load_training_state(engine, Path(folder))
-
-
-def _save(engine: Any, num_steps_done: int, metrics: Metrics) -> None:
-    """Every rank writes its share; Ray Train uploads them to one checkpoint and counts it once all have arrived."""
-    with tempfile.TemporaryDirectory(prefix="marsray-checkpoint-") as folder:
-        save_training_state(engine, Path(folder), num_steps_done=num_steps_done)
-        torch.distributed.barrier()
-        ray.train.report(
-            metrics.as_dict(),
-            checkpoint=ray.train.Checkpoint.from_directory(folder),
-            checkpoint_dir_name=f"step-{num_steps_done:08d}",
-        )
+def _export(job: StageJob, state: dict[str, torch.Tensor], model: Any) -> None:
+    """Writes the trained model; adapters are merged into the start model first, so that its folder is an ordinary one."""
+    if job.lora is not None:
+        model = merge_adapters(state, _start_model(job), job.lora, trained_token_id=job.trained_token_id)
+        state = model.state_dict()
+    with model_folders.staged(job.final_model) as folder:
+        export_folder(state, model, load_tokenizer(job.start_model), job.settings, folder)

@@ -72,3 +72,17 @@ def ray_session(s3_server: str) -> Iterator[Any]:
         object_store_memory=200 * 2**20,
     )
     ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def finished(ray_session: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[str, Any]]:
+    """An unbroken training run of both stages: shard, run folder, report."""
+    from training_runs import arguments, recipe_of, write_shard
+
+    from pipelines.training import run_training
+
+    folder = tmp_path_factory.mktemp("run")
+    shard = write_shard(folder)
+    report = run_training(recipe_of(*arguments(shard, folder / "run")))
+    assert report is not None
+    return shard, folder / "run", report

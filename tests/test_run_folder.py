@@ -4,7 +4,7 @@ import pytest
 
 from pipelines import storage
 from pipelines.run_folder import RunFolder
-from workers.config import TrainSftRecipe
+from workers.config import DistributedSettings, TrainSftRecipe
 from workers.errors import InputError
 
 
@@ -106,3 +106,13 @@ def test_a_bucket_that_may_not_be_written_to_is_refused_before_work(bucket, prox
     proxy(lambda method, path, number: (403, "AccessDenied") if method == "PUT" else None)
     with pytest.raises(InputError, match="access denied"):
         RunFolder(f"{bucket}/run", TrainSftRecipe()).check(overwrite=False)
+
+
+def test_a_run_may_go_on_with_another_number_of_workers_but_no_other_zero_stage(tmp_path):
+    def run(**changes: int) -> RunFolder:
+        return RunFolder(str(tmp_path / "run"), TrainSftRecipe(distributed=DistributedSettings(**changes)))
+
+    run(num_workers=2).take(overwrite=False)
+    run(num_workers=3).check(overwrite=False)
+    with pytest.raises(InputError, match=r"distributed\.zero_stage: found 3; expected 2"):
+        run(num_workers=2, zero_stage=3).check(overwrite=False)

@@ -11,7 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 from chat_tokenizers import END_ID, MASK_ID, byte_tokenizer
 
-from pipelines import sft_data, sft_rows
+from pipelines import preparation_tasks, sft_data, sft_rows
+from pipelines.preparation_tasks import Task
 from pipelines.sft_data import PreparedIndex, prepare_sft_data
 from workers import chat
 from workers.chat import encode_conversation
@@ -48,14 +49,14 @@ def prepare(folder: Path, tokenizer_folder: str, **options: Any) -> PreparedInde
 def watch_tasks(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The shards that each later run of tasks works on."""
     runs: list[list[str]] = []
-    run_tasks = sft_data._run_tasks
+    run_tasks = sft_data.run_tasks
 
-    def watched(preparation: Any, pending: list[dict[str, Any]]) -> Any:
-        if pending:
-            runs.append([Path(item["path"]).name for item in pending])
-        return run_tasks(preparation, pending)
+    def watched(preparation: Any, tasks: list[Task]) -> Any:
+        if tasks:
+            runs.append([Path(task.shard.path).name for task in tasks])
+        return run_tasks(preparation, tasks)
 
-    monkeypatch.setattr(sft_data, "_run_tasks", watched)
+    monkeypatch.setattr(sft_data, "run_tasks", watched)
     return runs
 
 
@@ -118,7 +119,7 @@ def test_prompts_that_leave_no_label_stop_the_run(tmp_path: Path, tokenizer_fold
     write_lines(tmp_path / "in" / "a.jsonl", [turns("x" * 40, "abc")] * 3)
     with pytest.raises(InputError) as caught:
         prepare(tmp_path, tokenizer_folder, max_length=32)
-    assert "3 of 3 rows rejected" in str(caught.value)
+    assert "3 of 3 rows of data.train rejected" in str(caught.value)
     assert f"3  {chat.NO_LABEL_LEFT}" in str(caught.value)
     assert rejected_rows(tmp_path) == [("a.jsonl", row, chat.NO_LABEL_LEFT) for row in range(3)]
     with pytest.raises(InputError, match="at least one good row"):
@@ -166,7 +167,7 @@ def test_interrupted_preparation_goes_on_with_what_is_missing(
         write_lines(tmp_path / "in" / f"{name}.jsonl", [turns(name, "b")] * 2)
     whole = prepare(tmp_path, tokenizer_folder)
     (tmp_path / "out" / "index.json").unlink()
-    (tmp_path / "out" / "done" / "00001.json").unlink()
+    (tmp_path / "out" / "done" / "00001-00000.json").unlink()
     runs = watch_tasks(monkeypatch)
     assert prepare(tmp_path, tokenizer_folder) == whole
     assert runs == [["b.jsonl"]]
@@ -205,9 +206,47 @@ def test_chat_format_needs_a_template(tmp_path: Path) -> None:
 def test_parts_are_cut_by_rows_and_by_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sft_rows, "PART_ROWS", 3)
     monkeypatch.setattr(sft_rows, "PART_TOKENS", 10)
-    with sft_rows.PartWriter(str(tmp_path), 7) as writer:
+    with sft_rows.PartWriter(str(tmp_path), "00007-00000", 7) as writer:
         for row, length in enumerate([1, 1, 1, 9, 9, 2]):
             writer.add(row, chat.Conversation([5] * length, [(0, 1)]))
     assert [part["num_rows"] for part in writer.written] == [3, 2, 1]
     tables = [pq.read_table(tmp_path / part["path"]) for part in writer.written]
     assert pa.concat_tables(tables)["row"].to_pylist() == list(range(6))
+
+
+def test_a_large_parquet_file_is_prepared_by_several_tasks_with_the_same_rows(
+    tmp_path: Path, tokenizer_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A single huge file once kept all cores but one idle."""
+    rows = [turns(f"{i}", None if i % 7 == 3 else "b") for i in range(40)]
+    (tmp_path / "in").mkdir()
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "in" / "a.parquet", row_group_size=5)
+    write_lines(tmp_path / "in" / "b.jsonl", rows)
+    whole = prepare(tmp_path, tokenizer_folder, max_rejected_share=0.2)
+    expected, rejected = prepared_rows(whole), rejected_rows(tmp_path)
+    for path in (tmp_path / "out").glob("*.json"):
+        path.unlink()
+    metadata = pq.ParquetFile(tmp_path / "in" / "a.parquet").metadata
+    largest = max(metadata.row_group(group).total_byte_size for group in range(8))
+    monkeypatch.setattr(preparation_tasks, "TASK_BYTES", largest + 1)
+    runs = watch_tasks(monkeypatch)
+    calls: list[tuple[int, int]] = []
+    index = prepare_sft_data(
+        DataSettings(train=(str(tmp_path / "in"),), max_rejected_share=0.2),
+        tokenizer_folder=tokenizer_folder,
+        mask_token_id=MASK_ID,
+        end_ids=ENDS,
+        output=str(tmp_path / "out"),
+        report=lambda done, total: calls.append((done, total)),
+    )
+    assert runs == [["a.parquet"] * 4 + ["b.jsonl"]]
+    assert prepared_rows(index) == expected
+    assert rejected_rows(tmp_path) == rejected
+    assert (index.reasons, index.num_rows, index.files) == (whole.reasons, whole.num_rows, whole.files)
+    assert [part.file for part in index.parts] == [0] * 4 + [1]
+    assert calls[0] == (0, 2)
+    assert calls[-1] == (2, 2)
+    (tmp_path / "out" / "index.json").unlink()
+    (tmp_path / "out" / "done" / "00000-00002.json").unlink()
+    assert prepare(tmp_path, tokenizer_folder, max_rejected_share=0.2) == index
+    assert runs[1:] == [["a.parquet"]]

@@ -11,68 +11,27 @@ from pathlib import Path
 
 import pytest
 import torch
+from training_runs import arguments, losses, recipe_of, write_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from jobs import command_line, train_mars, train_sft
+from jobs import train_mars, train_sft
 from pipelines.tokenizer_training import create_model_folder, train_tokenizer
 from pipelines.training import run_training
-from workers.config import FromScratch, TrainMarsRecipe
+from workers.config import FromScratch
 from workers.errors import InputError
 from workers.models.folder import read_multi_token_settings
 
 ROOT = Path(__file__).resolve().parent.parent
-MODEL = "model.from_scratch={vocab_size: 300, hidden_size: 32, intermediate_size: 48, num_layers: 1, num_heads: 2, num_kv_heads: 2}"
-
-
-def write_shard(folder: Path, num_rows: int = 40) -> Path:
-    """Questions of several lengths, and one row that has to be rejected."""
-    rows = [{"question": f"Say {i} twice.", "answer": " ".join([str(i)] * 2 * (1 + i % 3))} for i in range(num_rows)]
-    rows.insert(3, {"question": "Nothing?", "answer": None})
-    path = folder / "shard.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def arguments(shard: Path, output: Path) -> list[str]:
-    return [
-        f"data.train={shard}",
-        "data.prompt_column=question",
-        "data.response_column=answer",
-        "data.max_length=128",
-        MODEL,
-        "sft={num_steps: 2, samples_per_step: 6, learning_rate: 1e-2}",
-        "training={num_steps: 8, samples_per_step: 6, learning_rate: 1e-2, row_tokens: 64, micro_batch_rows: 2}",
-        "objective.block_size=4",
-        "distributed.zero_stage=2",
-        f"run.output={output}",
-        "run.log_every=1",
-        "run.checkpoint_every=2",
-    ]
-
-
-def recipe_of(*argument_lists: str) -> TrainMarsRecipe:
-    return command_line.parse(TrainMarsRecipe, "train_mars.yaml", list(argument_lists))[0]
-
-
-def losses(output: Path, stage: str) -> dict[int, float]:
-    lines = [json.loads(line) for line in (output / stage / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
-    return {line["step"]: line["loss"] for line in lines}
-
-
-@pytest.fixture(scope="module")
-def finished(ray_session, tmp_path_factory) -> tuple[Path, Path, dict]:
-    """An unbroken run of both stages: shard, run folder, report."""
-    folder = tmp_path_factory.mktemp("run")
-    shard = write_shard(folder)
-    report = run_training(recipe_of(*arguments(shard, folder / "run")))
-    assert report is not None
-    return shard, folder / "run", report
 
 
 def test_both_stages_leave_ordinary_model_folders(finished):
-    _, output, report = finished
-    assert report["data"] == {"samples": 40, "rejected": 1, "reasons": {"null content": 1}}
+    shard, output, report = finished
+    assert report["data"] == {
+        "samples": 40,
+        "rejected": 1,
+        "reasons": {"null content": 1},
+        "sources": [{"path": str(shard), "weight": 1.0, "rows": 40, "samples_per_epoch": 40.0}],
+    }
     for stage, block_size in (("sft", 1), ("mars", 4)):
         folder = output / stage / "model"
         settings = read_multi_token_settings(str(folder))
@@ -167,6 +126,7 @@ def model_folders(tmp_path_factory) -> Path:
         ("objective.block_size=65", "objective.block_size"),
         ("training.num_step=3", "num_steps"),
         ("distributed.num_workers=64", "64 x 0.5 CPUs"),
+        ("distributed.deepspeed={gradient_clipping: 1}", "training.max_grad_norm"),
     ],
 )
 def test_bad_input_ends_with_exit_code_2_and_leaves_nothing(

@@ -1,4 +1,4 @@
-"""The one exception that means "the user can fix this": bad settings, bad input, bad model folder."""
+"""What ends a job without being a fault of it: something that the user can fix, or the wish that it stops."""
 
 
 class InputError(ValueError):
@@ -21,3 +21,7 @@ class InputError(ValueError):
     def __str__(self) -> str:
         message = f"{self.where}: found {self.found}; expected {self.expected}."
         return f"{message} {self.advice}" if self.advice else message
+
+
+class Stopped(KeyboardInterrupt):
+    """The user or the cluster has asked the job to end; the same command goes on from there. It says when it happened."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from workers.models.export_check import check_written_weights
 from workers.models.folder import MultiTokenSettings, write_multi_token_settings
 
 
@@ -21,7 +22,7 @@ def export_folder(
 ) -> None:
     """Write weights (safetensors), config, generation config, tokenizer and `marsray.json`; replaces an older folder.
 
-    Everything is written to a folder beside it and renamed, so that a reader sees a whole folder or none.
+    Everything is written to a folder beside it, read back and renamed, so that a reader sees a whole folder or none.
 
     Args:
         model_state: full weights under the model's own names, of any floating dtype; None takes those of `model`.
@@ -30,13 +31,18 @@ def export_folder(
         tokenizer: stored with its chat template.
         settings: the mask id among them is suppressed in `generate`, so that its greedy answers equal ours.
         folder: destination; its parent is created.
+
+    Raises:
+        ExportError: the weights on disk are not those of the model.
     """
     destination = Path(folder).absolute()
     destination.parent.mkdir(parents=True, exist_ok=True)
     unfinished = destination.with_name(f".{destination.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     state = model.state_dict() if model_state is None else model_state
-    model.save_pretrained(unfinished, state_dict={name: _in_dtype(tensor, model) for name, tensor in state.items()})
+    stored = {name: _in_dtype(tensor, model) for name, tensor in state.items()}
+    model.save_pretrained(unfinished, state_dict=dict(stored))
+    check_written_weights(stored, model, unfinished)
     _generation_config(model, tokenizer, settings.mask_token_id).save_pretrained(unfinished)
     tokenizer.save_pretrained(unfinished)
     write_multi_token_settings(settings, unfinished)

@@ -21,7 +21,8 @@ class Sample:
     """One training sequence and the half-open token spans of its responses.
 
     `file` is the position in the sorted listing and `row` the row number in that file: together with `epoch` they
-    name the sample, whichever rank trains on it and whenever.
+    name the sample, whichever rank trains on it and whenever. `epoch` counts the earlier uses of the row: with weights a row
+    may be used several times in one epoch of the run, or in few of them.
     """
 
     file: int

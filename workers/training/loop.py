@@ -5,7 +5,7 @@ An objective packs samples into micro-batches; its loss module turns a micro-bat
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from workers.objectives.losses import LossModule
 from workers.objectives.mars import MarsObjective
 from workers.objectives.streams import PackedBatch, Sample
 from workers.training.engine import agree_on_step
+from workers.training.evaluation import HeldOut, HeldOutLosses
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Metrics:
     """Means over the steps since the last report, over all ranks. Losses are nats per response token.
 
     `grad_norm` is of the last step, before clipping; None under ZeRO stage 0, where DeepSpeed keeps none.
+    The held-out losses are None at steps where they are not due.
     """
 
     step: int
@@ -34,6 +36,18 @@ class Metrics:
     response_tokens_per_second: float
     padding_share: float
     data_wait_share: float
+    held_out_loss: float | None = None
+    held_out_ar_loss: float | None = None
+    held_out_mask_loss: float | None = None
+
+    def with_held_out(self, losses: HeldOutLosses) -> "Metrics":
+        """The same with the held-out losses after `step` steps."""
+        return replace(
+            self,
+            held_out_loss=losses.loss,
+            held_out_ar_loss=losses.ar_loss,
+            held_out_mask_loss=losses.mask_loss,
+        )
 
     def as_dict(self) -> dict[str, float | None]:
         """The fields as a plain mapping, for JSON."""
@@ -82,46 +96,70 @@ def train(
     checkpoint_every: int,
     on_metrics: Callable[[Metrics], None],
     on_checkpoint: Callable[[int, Metrics], None],
-) -> None:
-    """Runs optimizer steps `first_step` to `num_steps`.
+    held_out: HeldOut | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> int:
+    """Runs optimizer steps `first_step` to `num_steps`; returns how many are done at the end, fewer only when it was stopped.
 
     Args:
         engine: DeepSpeed engine around a `LossModule`.
         steps: this rank's samples of each step, an empty list where it has none.
-        on_metrics: called on every rank after each `log_every` steps and the last one.
+        on_metrics: called on every rank after each `log_every` steps, and with a held-out loss, a checkpoint and the last step.
         on_checkpoint: called on every rank with the number of finished steps, each `checkpoint_every` steps and at the end.
+        held_out: adds the held-out losses to the metrics when they are due; their time counts in no figure.
+        should_stop: asked on every rank at the start of each step; once true on one of them, that step is the last of all.
     """
-    module: LossModule = engine.module
-    world_size = dist.get_world_size()
     interval = _Interval(engine.device)
     for step in range(first_step, num_steps):
-        asked = time.perf_counter()
-        samples = next(steps)
-        interval.counts[3] += time.perf_counter() - asked
-        batches = objective.pack(samples, row_tokens=settings.row_tokens, micro_batch_rows=settings.micro_batch_rows)
-        shape = agree_on_step(
-            len(batches),
-            max((module.num_chunks_of(batch) for batch in batches), default=1),
-            sum(batch.num_response_tokens for batch in batches),
-            engine.device,
-        )
-        batches += [objective.empty_batch()] * (shape.num_micro_batches - len(batches))
-        for batch in batches:
-            sums = engine(batch.to(engine.device), shape.num_chunks)
-            # DeepSpeed averages over ranks: the world size turns that mean into the sum that the count divides.
-            engine.backward(sums.loss * (world_size / max(1, shape.num_response_tokens)), scale_wrt_gas=False)
-            interval.sums += torch.stack([sums.ar_sum, sums.mask_sum]).detach()
-            interval.counts[:3] += _counts(batch)
-        interval.learning_rate = engine.get_lr()[0]
-        engine.step()
+        is_stopping = _run_step(engine, objective, steps, settings, interval, should_stop())
         done, is_last = step + 1, step + 1 == num_steps
-        is_checkpoint = done % checkpoint_every == 0 or is_last
-        if done % log_every == 0 or is_checkpoint:
+        is_checkpoint = done % checkpoint_every == 0 or is_last or is_stopping
+        is_evaluation = held_out is not None and held_out.is_due(done, is_checkpoint=is_checkpoint, is_last=is_last)
+        if done % log_every == 0 or is_checkpoint or is_evaluation:
             metrics = interval.metrics(done, engine, objective)
+            if held_out is not None and is_evaluation:
+                metrics = metrics.with_held_out(held_out.losses())
             on_metrics(metrics)
             if is_checkpoint:
                 on_checkpoint(done, metrics)
             interval = _Interval(engine.device)
+        if is_stopping:
+            return done
+    return num_steps
+
+
+def _run_step(
+    engine: Any,
+    objective: MarsObjective,
+    steps: Iterator[list[Sample]],
+    settings: OptimizationSettings,
+    interval: _Interval,
+    should_stop: bool,
+) -> bool:
+    """One optimizer step, counted in `interval`; returns whether the ranks have agreed that it is the last."""
+    module: LossModule = engine.module
+    asked = time.perf_counter()
+    samples = next(steps)
+    interval.counts[3] += time.perf_counter() - asked
+    batches = objective.pack(samples, row_tokens=settings.row_tokens, micro_batch_rows=settings.micro_batch_rows)
+    shape = agree_on_step(
+        len(batches),
+        max((module.num_chunks_of(batch) for batch in batches), default=1),
+        sum(batch.num_response_tokens for batch in batches),
+        engine.device,
+        should_stop=should_stop,
+    )
+    batches += [objective.empty_batch()] * (shape.num_micro_batches - len(batches))
+    scale = dist.get_world_size() / max(1, shape.num_response_tokens)
+    for batch in batches:
+        sums = engine(batch.to(engine.device), shape.num_chunks)
+        # DeepSpeed averages over ranks: the world size turns that mean into the sum that the count divides.
+        engine.backward(sums.loss * scale, scale_wrt_gas=False)
+        interval.sums += torch.stack([sums.ar_sum, sums.mask_sum]).detach()
+        interval.counts[:3] += _counts(batch)
+    interval.learning_rate = engine.get_lr()[0]
+    engine.step()
+    return shape.is_last
 
 
 def _counts(batch: PackedBatch) -> torch.Tensor:
