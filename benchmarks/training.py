@@ -30,6 +30,7 @@ from benchmarks import published_layout
 from benchmarks.data_wait import DataWait, measure_data_wait
 from benchmarks.lengths import LONG_PROMPT_FACTOR, random_samples
 from benchmarks.memory import peak_memory_mb, reset_peak_memory
+from benchmarks.positions import NUM_DRAWS, NUM_SAMPLES, count_packed, count_published
 from pipelines.reports import facts_table, text_table
 from workers.objectives.losses import LossModule
 from workers.objectives.mars import MarsObjective
@@ -44,6 +45,7 @@ PUBLISHED, MARS, SFT = "published layout", "MARS", "AR SFT"
 # micro-batches would pad the published layout more: with 2 of 8 it pads as much as with 4 of the 32 samples of a usual step.
 PUBLISHED_ROWS = 2
 ROW_TOKENS, MICRO_BATCH_ROWS = 512, 2
+LENGTHS = {False: "GSM8K", True: f"prompt = {LONG_PROMPT_FACTOR} x response"}
 
 
 @dataclass(frozen=True)
@@ -178,7 +180,6 @@ class Comparison:
 
     def rows(self) -> list[list[Any]]:
         """One line of the table for each method."""
-        lengths = f"prompt = {LONG_PROMPT_FACTOR} x response" if self.long_prompts else "GSM8K"
         rows = []
         for name, results in self.results.items():
             speeds = [tokens / each.seconds for tokens, each in zip(self.num_response_tokens, results, strict=True)]
@@ -186,7 +187,7 @@ class Comparison:
             positions = sum(each.positions for each in results) / sum(self.num_response_tokens)
             rows.append(
                 [
-                    lengths,
+                    LENGTHS[self.long_prompts],
                     name,
                     statistics.median(speeds),
                     f"{min(speeds):.1f}..{max(speeds):.1f}",
@@ -211,6 +212,21 @@ HEADERS = (
     "padding",
     "peak MB",
 )
+
+
+def positions_table() -> str:
+    """What each layout runs through the model per sample: no clock involved."""
+    rows = []
+    for long_prompts in (False, True):
+        packed = {"long_prompts": long_prompts, "row_tokens": ROW_TOKENS, "micro_batch_rows": MICRO_BATCH_ROWS}
+        counts = {
+            PUBLISHED: count_published(long_prompts=long_prompts, micro_batch_rows=PUBLISHED_ROWS),
+            MARS: count_packed(BLOCK_SIZE, **packed),
+            SFT: count_packed(1, **packed),
+        }
+        rows += [[LENGTHS[long_prompts], name, *(round(value, 1) for value in count)] for name, count in counts.items()]
+    headers = ("lengths", "method", "positions", "padding among them", "positions of the head")
+    return f"per sample, mean of {NUM_DRAWS} steps of {NUM_SAMPLES} samples\n" + text_table(headers, rows)
 
 
 def report(usual: Comparison, long: Comparison, wait: DataWait) -> tuple[str, dict[str, Any]]:
@@ -265,6 +281,8 @@ def main(arguments: list[str] | None = None) -> None:
             "quick: with few layers the head weighs more than in the whole model, which favours the layout that runs it at fewer "
             "positions; the figures to quote are those of the full run\n"
         )
+    sys.stdout.write("\n" + positions_table() + "\n")
+    sys.stdout.flush()
     usual = Comparison({PUBLISHED: published, MARS: mars, SFT: sft}, num_samples, long_prompts=False)
     usual.run(options.repeats)
     long = Comparison({PUBLISHED: published, MARS: mars}, num_samples // 2, long_prompts=True)

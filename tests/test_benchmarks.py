@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny_models import MASK_ID, VOCAB_SIZE, random_samples, tiny_model
 
-from benchmarks import held_out, lengths, published_layout, training, training_quality
+from benchmarks import held_out, lengths, positions, published_layout, training, training_quality
 from benchmarks.data_wait import DataWait, write_parts
 from benchmarks.held_out import HeldOutLosses
 from benchmarks.memory import peak_memory_mb, reset_peak_memory
@@ -181,6 +181,24 @@ def test_last_line_of_the_speed_benchmark_has_the_promised_fields() -> None:
         "peak_memory_mb": {training.PUBLISHED: 12, training.MARS: 12, training.SFT: 12},
     }
     assert "(1.000..2.000)" in text  # the spread stands beside the median
+
+
+def test_positions_are_those_of_the_batches() -> None:
+    """Against the batches themselves, for the first draw alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(positions, "NUM_DRAWS", 1)
+        samples = lengths.random_samples(32, 0, vocab_size=1000)
+        published = positions.count_published(long_prompts=False, micro_batch_rows=4)
+        groups = published_layout.sorted_batches(samples, 4)
+        assert published.positions == sum(2 * published_layout.collate(g, 8).token_ids_SL.numel() for g in groups) / 32
+        assert published.padding == pytest.approx(published.positions - 2 * sum(len(s.token_ids) for s in samples) / 32)
+        responses = sum(end - start for sample in samples for start, end in sample.responses) / 32
+        sft = positions.count_packed(1, long_prompts=False, row_tokens=512, micro_batch_rows=2)
+        mars = positions.count_packed(8, long_prompts=False, row_tokens=512, micro_batch_rows=2)
+        assert sft.head == responses
+        placeholders = mars.head - responses
+        assert 0.8 * responses < placeholders < 7 / 8 * responses
+        assert mars.positions - mars.padding == pytest.approx(sft.positions - sft.padding + placeholders)
 
 
 def test_peak_memory_counts_from_the_mark() -> None:
