@@ -218,11 +218,10 @@ def positions_table() -> str:
     """What each layout runs through the model per sample: no clock involved."""
     rows = []
     for long_prompts in (False, True):
-        packed = {"long_prompts": long_prompts, "row_tokens": ROW_TOKENS, "micro_batch_rows": MICRO_BATCH_ROWS}
         counts = {
             PUBLISHED: count_published(long_prompts=long_prompts, micro_batch_rows=PUBLISHED_ROWS),
-            MARS: count_packed(BLOCK_SIZE, **packed),
-            SFT: count_packed(1, **packed),
+            MARS: count_packed(BLOCK_SIZE, ROW_TOKENS, MICRO_BATCH_ROWS, long_prompts=long_prompts),
+            SFT: count_packed(1, ROW_TOKENS, MICRO_BATCH_ROWS, long_prompts=long_prompts),
         }
         rows += [[LENGTHS[long_prompts], name, *(round(value, 1) for value in count)] for name, count in counts.items()]
     headers = ("lengths", "method", "positions", "padding among them", "positions of the head")
