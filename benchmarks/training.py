@@ -153,9 +153,9 @@ class Comparison:
         self.peak_mb: dict[str, float] = {}
 
     def run(self, num_repeats: int) -> None:
-        """One step for warming up with few samples, then the repeats; every repeat has samples of its own."""
+        """One step with a single sample to warm up, then the repeats; every repeat has samples of its own."""
         for method in self._methods.values():
-            method(self._samples(seed=0)[:2])
+            method(self._samples(seed=0)[:1])
         for repeat in range(1, num_repeats + 1):
             samples = self._samples(seed=repeat)
             self.num_response_tokens.append(sum(end - begin for s in samples for begin, end in s.responses))
