@@ -30,7 +30,7 @@ def count_published(*, long_prompts: bool, micro_batch_rows: int) -> PositionCou
     return PositionCount(positions / count, (positions - real) / count, positions / count)
 
 
-def count_packed(block_size: int, *, long_prompts: bool, row_tokens: int, micro_batch_rows: int) -> PositionCount:
+def count_packed(block_size: int, row_tokens: int, micro_batch_rows: int, *, long_prompts: bool) -> PositionCount:
     """Our layout: MARS with random cuts, or AR SFT as blocks of one."""
     is_mars = block_size > 1
     objective = MarsObjective(block_size, 1.0, float(is_mars), is_mars, VOCAB_SIZE - 1, seed=0)

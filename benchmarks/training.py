@@ -153,9 +153,9 @@ class Comparison:
         self.peak_mb: dict[str, float] = {}
 
     def run(self, num_repeats: int) -> None:
-        """One step for warming up with few samples, then the repeats; every repeat has samples of its own."""
+        """One step with a single sample to warm up, then the repeats; every repeat has samples of its own."""
         for method in self._methods.values():
-            method(self._samples(seed=0)[:2])
+            method(self._samples(seed=0)[:1])
         for repeat in range(1, num_repeats + 1):
             samples = self._samples(seed=repeat)
             self.num_response_tokens.append(sum(end - begin for s in samples for begin, end in s.responses))
@@ -218,11 +218,10 @@ def positions_table() -> str:
     """What each layout runs through the model per sample: no clock involved."""
     rows = []
     for long_prompts in (False, True):
-        packed = {"long_prompts": long_prompts, "row_tokens": ROW_TOKENS, "micro_batch_rows": MICRO_BATCH_ROWS}
         counts = {
             PUBLISHED: count_published(long_prompts=long_prompts, micro_batch_rows=PUBLISHED_ROWS),
-            MARS: count_packed(BLOCK_SIZE, **packed),
-            SFT: count_packed(1, **packed),
+            MARS: count_packed(BLOCK_SIZE, ROW_TOKENS, MICRO_BATCH_ROWS, long_prompts=long_prompts),
+            SFT: count_packed(1, ROW_TOKENS, MICRO_BATCH_ROWS, long_prompts=long_prompts),
         }
         rows += [[LENGTHS[long_prompts], name, *(round(value, 1) for value in count)] for name, count in counts.items()]
     headers = ("lengths", "method", "positions", "padding among them", "positions of the head")

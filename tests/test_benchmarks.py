@@ -193,8 +193,8 @@ def test_positions_are_those_of_the_batches() -> None:
         assert published.positions == sum(2 * published_layout.collate(g, 8).token_ids_SL.numel() for g in groups) / 32
         assert published.padding == pytest.approx(published.positions - 2 * sum(len(s.token_ids) for s in samples) / 32)
         responses = sum(end - start for sample in samples for start, end in sample.responses) / 32
-        sft = positions.count_packed(1, long_prompts=False, row_tokens=512, micro_batch_rows=2)
-        mars = positions.count_packed(8, long_prompts=False, row_tokens=512, micro_batch_rows=2)
+        sft = positions.count_packed(1, 512, 2, long_prompts=False)
+        mars = positions.count_packed(8, 512, 2, long_prompts=False)
         assert sft.head == responses
         placeholders = mars.head - responses
         assert 0.8 * responses < placeholders < 7 / 8 * responses
