@@ -64,7 +64,7 @@ class CheckpointStore:
         folder.mkdir(parents=True, exist_ok=True)
         save_training_state(self._engine, folder, num_steps_done=num_steps_done)
         if not self._is_local:
-            # One file after the other: pyarrow's threads can wait for each other in an upload to S3 (apache/arrow issue 32372).
+            # One file after the other: pyarrow's threads can wait for each other in an upload to S3 (apache/arrow#32372).
             filesystem = self._storage.storage_filesystem
             pyarrow.fs.copy_files(str(folder), path, destination_filesystem=filesystem, use_threads=False)
             shutil.rmtree(folder)

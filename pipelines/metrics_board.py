@@ -94,6 +94,7 @@ class MetricsBoard:
         """
         if self._groups and self._groups[-1]["started"] == group["started"]:
             return  # this actor was lost during the call, and Ray has repeated it
+        self._refusal = None
         first_step = group["first_step"]
         last_step = self._lines[-1]["step"] if self._lines else 0
         self._groups.append({**group, "steps_done_again": max(0, last_step - first_step)})

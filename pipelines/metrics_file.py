@@ -43,8 +43,10 @@ class MetricsFile:
         if self._may_end_in_half_a_line:
             self._publish()
             return
+        self._may_end_in_half_a_line = True  # until this one is whole
         with Path(self._path).open("a") as file:
             file.write(self._texts[-1])
+        self._may_end_in_half_a_line = False
 
     def flush(self) -> None:
         """Sends to S3 what has waited long enough."""

@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -27,17 +28,23 @@ _LOOK_SECONDS = 1.0
 _logger = logging.getLogger(__name__)
 
 
+def _end_this_process() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 class RunLock:
-    """The lock of one run folder, held while it is entered. A holder that loses it, say by a suspended machine, gets SIGTERM.
+    """The lock of one run folder, held while it is entered. A holder that loses it, say by a suspended machine, is told.
 
     Args:
         run_folder: local path or `s3://` URI.
+        on_lost: called, in a thread, when another job has taken the folder; this one must write nothing more.
 
     Raises:
         InputError: another job holds it; says who.
     """
 
-    def __init__(self, run_folder: str) -> None:
+    def __init__(self, run_folder: str, on_lost: Callable[[], None] = _end_this_process) -> None:
+        self._on_lost = on_lost
         self._run_folder, self._folder = run_folder, f"{run_folder.rstrip('/')}.lock"
         self._record: dict[str, Any] = {
             "host": socket.gethostname(),
@@ -71,9 +78,9 @@ class RunLock:
     ) -> None:
         self._released.set()
         self._thread.join()
-        storage.delete(self._path(self._number))
-        if not storage.is_s3(self._folder):
-            with suppress(OSError):  # another job is there already
+        with suppress(InputError, OSError):  # one that stays is taken over; a folder that stays has another job in it
+            storage.delete(self._path(self._number))
+            if not storage.is_s3(self._folder):
                 Path(self._folder).rmdir()
 
     def _require_dead(self, number: int) -> None:
@@ -119,7 +126,7 @@ class RunLock:
                 continue
             if is_lost:
                 _logger.error("another job has taken %s while this one did not answer; ending", self._run_folder)
-                os.kill(os.getpid(), signal.SIGTERM)
+                self._on_lost()
                 return
 
     def _numbers(self) -> list[int]:
@@ -127,7 +134,7 @@ class RunLock:
 
     def _read(self, number: int) -> bytes | None:
         path = self._path(number)
-        return None if storage.find_file(path) is None else storage.read_bytes(path)
+        return (storage.read_bytes(path) if storage.find_file(path) is not None else None) or None
 
     def _path(self, number: int) -> str:
         return storage.join(self._folder, f"{number:06d}.json")

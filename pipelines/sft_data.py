@@ -28,17 +28,16 @@ from pipelines.sft_source import Shard, Source, inspect_shards, list_sources
 from workers.chat import check_prompt_format
 from workers.config import DataSettings
 from workers.errors import InputError
+from workers.models.folder import TOKENIZER_FILES
 
 # Raise this when the same input would give other files.
 PREPARATION_VERSION = 2
-TOKENIZER_FILES = (
-    "tokenizer.json",
+_FILES_OF_TOKENS = (
+    *TOKENIZER_FILES,
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
-    "tokenizer.model",
-    "vocab.json",
     "merges.txt",
 )
 # Settings that do not change what a row becomes.
@@ -192,7 +191,7 @@ def _fingerprint(
 ) -> str:
     """Names what the prepared files depend on: listing, sizes and versions, tokenizer, settings."""
     tokenizer = {}
-    for name in TOKENIZER_FILES:
+    for name in _FILES_OF_TOKENS:
         path = storage.join(tokenizer_folder, name)
         if storage.find_file(path) is not None:
             tokenizer[name] = hashlib.sha256(storage.read_bytes(path)).hexdigest()

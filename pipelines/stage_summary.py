@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipelines.metrics_file import Line
-from pipelines.sample_stream import StreamPlan
+from pipelines.sample_order import StreamPlan
 
 
 def summarize_stage(lines: Sequence[Line], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

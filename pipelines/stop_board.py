@@ -30,7 +30,11 @@ class StopBoard:
 def start_stop_board() -> Any:
     """The actor of a `StopBoard`, beside the driver if that can be."""
     driver_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
-    return ray.remote(num_cpus=0, max_restarts=-1)(StopBoard).options(scheduling_strategy=driver_node).remote()
+    return (
+        ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(StopBoard)
+        .options(scheduling_strategy=driver_node)
+        .remote()
+    )
 
 
 class StopFlag:
@@ -51,6 +55,7 @@ class StopFlag:
             is_stopping: bool = ray.get(self._answer)
         except RayError:
             is_stopping = False
+            self._board.begin.remote()  # one that was started again does not know
         if not is_stopping:
             self._answer = self._board.is_stopping.remote()
         return is_stopping

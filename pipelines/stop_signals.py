@@ -1,5 +1,6 @@
 """SIGTERM and SIGINT, by which `ray job stop`, Kubernetes, Slurm and Ctrl-C ask a job to end."""
 
+import os
 import signal
 import threading
 from collections.abc import Callable
@@ -22,7 +23,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.received: str | None = None
-        self._passes_on = False
+        self._passes_on = self._is_aborted = False
         self._earlier: dict[signal.Signals, Any] = {}
 
     def install(self) -> None:
@@ -46,6 +47,8 @@ class StopSignals:
             result = ThreadPool(1).apply_async(work)  # its thread is a daemon: it keeps no process from ending
             is_told = False
             while not result.ready():
+                if self._is_aborted:
+                    raise Stopped("ended at once")
                 if self.received is not None and not is_told:
                     is_told = True
                     on_stop(self.received)
@@ -53,6 +56,11 @@ class StopSignals:
             result.get()
         finally:
             self._passes_on = False
+
+    def abort(self) -> None:
+        """Ends what the main thread does, `run` included, at once; may be called from another thread."""
+        self._is_aborted = True
+        os.kill(os.getpid(), signal.SIGTERM)
 
     def _receive(self, number: int, _: FrameType | None) -> None:
         is_first = self.received is None

@@ -149,6 +149,17 @@ def publish_new(path: str, data: bytes) -> bool:
             os.link(temporary, path)
         except FileExistsError:
             return False
+        except OSError:  # a file system without hard links: the content follows the name
+            return _create_new(path, data)
+    return True
+
+
+def _create_new(path: str, data: bytes) -> bool:
+    try:
+        with open(path, "xb") as file:
+            file.write(data)
+    except FileExistsError:
+        return False
     return True
 
 

@@ -11,7 +11,6 @@ from pipelines.paths import resolve
 from pipelines.quickstart_task import write_quickstart_data
 from pipelines.run_folder import RunFolder
 from pipelines.sft_source import inspect_shards, iterate_texts, list_sources
-from pipelines.storage import is_s3
 from pipelines.tokenizer_training import create_model_folder, train_tokenizer
 from workers.chat import check_prompt_format
 from workers.config import DataSettings, LoraSettings, ModelSettings
@@ -42,7 +41,12 @@ class StartModel:
 
     def after(self, stage: str, folder: str) -> "StartModel":
         """The model that a finished stage has published."""
-        return replace(self, folder=folder, adds_mask_row=False, has_trained_placeholder=stage == "mars")
+        return replace(
+            self,
+            folder=folder,
+            adds_mask_row=False,
+            has_trained_placeholder=self.has_trained_placeholder or stage == "mars",
+        )
 
 
 class TrainingInputs:
@@ -168,4 +172,4 @@ class TrainingInputs:
 
 
 def _real_path(path: str) -> str:
-    return path if is_s3(path) else os.path.realpath(path)
+    return path if storage.is_s3(path) else os.path.realpath(path)

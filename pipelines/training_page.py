@@ -13,7 +13,7 @@ from typing import Any, Self
 import yaml
 from pydantic import BaseModel
 
-from pipelines import storage
+from pipelines import model_folders, storage
 from pipelines.html_report import StageFacts, TrainingFacts, training_page
 from pipelines.metrics_board import GROUPS, METRICS, read_groups, status_of
 from pipelines.metrics_file import read_metrics
@@ -94,7 +94,7 @@ class TrainingPage:
             epochs=stage.epochs,
             lines=read_metrics(storage.join(folder, METRICS)),
             groups=[{**group, "time": _clock(group["started"])} for group in groups],
-            is_done=storage.exists(stage.model),
+            is_done=model_folders.exists(stage.model),
         )
 
     def __enter__(self) -> Self:

@@ -66,9 +66,9 @@ def run_stage(config: dict[str, Any]) -> None:
     """The training function of Ray Train. `config` has the `StageJob` as `job`, the `MetricsBoard` as `board`, and `stop_board`."""
     try:
         _run(config)
-    except InputError as error:  # on every rank alike; raised, it would count as a failure and be tried again
-        if ray.train.get_context().get_world_rank() == 0:
-            ray.get(config["board"].refuse.remote(error.args))
+    except InputError as error:  # the driver says it, when trying again has not helped
+        ray.get(config["board"].refuse.remote(error.args))
+        raise
 
 
 def _run(config: dict[str, Any]) -> None:
@@ -79,8 +79,14 @@ def _run(config: dict[str, Any]) -> None:
     if not job.distributed.use_gpu:
         torch.set_num_threads(1)  # ranks share the cores: more threads per rank only wait for each other
     torch.manual_seed(job.seed + rank)
-    job = replace(job, start_model=model_folders.fetch(job.start_model))
-    model = _load_model(job)
+    model, refusals = None, []
+    try:
+        job = replace(job, start_model=model_folders.fetch(job.start_model))
+        model = _load_model(job)
+    except InputError as error:
+        refusals = [error.args]
+    if _agree_on_refusal(refusals, config["board"]):
+        return
     if rank == 0:
         board.describe(_facts(model, context.get_world_size()))
     module = LossModule(model, job.objective, job.optimization.head_chunk)
@@ -90,6 +96,24 @@ def _run(config: dict[str, Any]) -> None:
     board.finish()
     if num_steps_done == job.plan.num_steps:
         _publish(job, engine, checkpoints, model)
+
+
+def _agree_on_refusal(refusals: list[tuple[str, ...]], board: Any) -> bool:
+    """Whether no rank can begin, which trying again would not change; says why.
+
+    Raises:
+        InputError: some ranks cannot, on a node without room, say. Raised on all of them, so that none waits for another.
+    """
+    everyone: list[list[tuple[str, ...]]] = [[] for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather_object(everyone, refusals)
+    found = [refusal for of_rank in everyone for refusal in of_rank]
+    if not found:
+        return False
+    if len(found) < len(everyone):
+        raise InputError(*found[0])
+    if torch.distributed.get_rank() == 0:
+        ray.get(board.refuse.remote(found[0]))
+    return True
 
 
 def _train(
@@ -174,8 +198,7 @@ def _load_model(job: StageJob) -> Any:
     if job.lora is not None:
         add_adapters(model, job.lora, trained_token_id=job.trained_token_id, seed=job.seed)
     model.to(get_device())
-    if job.objective.block_size > 1:
-        check_two_streams(model)
+    check_two_streams(model)
     if job.optimization.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model.train()

@@ -24,9 +24,13 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """An S3 server in its own process, to which the environment points; yields its URL."""
     folder = tmp_path_factory.mktemp("s3")
     with servers.running_server(folder / "server.log") as url:
-        os.environ.update(servers.SETTINGS, AWS_ENDPOINT_URL=url, MARSRAY_CACHE=str(folder / "cache"))
+        settings_here = {**servers.SETTINGS, "AWS_ENDPOINT_URL": url, "MARSRAY_CACHE": str(folder / "cache")}
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in settings_here.items():
+                patch.setenv(name, value)
+            s3_client.client.cache_clear()
+            yield url
         s3_client.client.cache_clear()
-        yield url
 
 
 @pytest.fixture

@@ -58,7 +58,7 @@ def describe_gguf(path: str, folder: str) -> None:
 def _read_config(path: str) -> PreTrainedConfig:
     source = Path(path)
     if not source.is_file():
-        raise InputError("model.path", path, "a local .gguf file that exists")
+        raise InputError("model.path", path, "a .gguf file that exists")
     with source.open("rb") as file:
         if file.read(len(_MAGIC)) != _MAGIC:
             raise InputError("model.path", f"{path}, which does not begin as a GGUF file does", "a GGUF file")

@@ -24,7 +24,7 @@ from workers.training.evaluation import HeldOut, HeldOutLosses
 class Metrics:
     """Means over the steps since the last report, over all ranks. Losses are nats per response token.
 
-    `grad_norm` is of the last step, before clipping; None under ZeRO stage 0, where DeepSpeed keeps none.
+    `grad_norm` is of the last step, before clipping; None where DeepSpeed keeps none (bf16 without ZeRO).
     The held-out losses are None at steps where they are not due.
     `data_wait_seconds` is the mean of the ranks; the numbers of samples and response tokens are of these steps. `peak_memory_mb`
     is the most that any rank has held since it started: of the GPU if it has one, otherwise resident in memory.
