@@ -20,7 +20,7 @@ class SideWork:
         self._name, self._warn = name, warn
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
         self._newest: Future[Any] | None = None
-        self._has_warned = False
+        self._has_warned = self._is_finished = False
 
     @property
     def is_idle(self) -> bool:
@@ -28,7 +28,9 @@ class SideWork:
         return self._newest is None or self._newest.done()
 
     def submit(self, call: Callable[..., Any], *arguments: Any) -> None:
-        """Makes a call after those that wait already."""
+        """Makes a call after those that wait already; none after `finish`."""
+        if self._is_finished:
+            return
         self._newest = self._pool.submit(call, *arguments)
         self._newest.add_done_callback(self._look_at)
 
@@ -36,6 +38,7 @@ class SideWork:
         """Waits for all calls, but no longer than this, and takes no more."""
         if self._newest is not None and wait([self._newest], timeout=seconds).not_done:
             self._warn(f"{self._name}: not finished after {seconds:g} s; going on without it")
+        self._is_finished = True
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _look_at(self, call: Future[Any]) -> None:

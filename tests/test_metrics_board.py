@@ -2,11 +2,13 @@
 
 import json
 import logging
+import os
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -194,7 +196,10 @@ class TestLostActor:
         self.post(client, 1)
         client.finish()
         ray.get(board.close.remote("stopped"))  # so that line 1 is in the file for certain
+        process = ray.get(board.__ray_call__.remote(lambda board: os.getpid()))
         ray.kill(board, no_restart=False)
+        while psutil.pid_exists(process):  # until then it would take further lines
+            time.sleep(0.05)
         self.post(client, 2)
         client.finish()
         ray.get(board.close.remote("finished"))

@@ -212,3 +212,19 @@ def test_a_continuation_refuses_shards_that_have_changed(finished, tmp_path):
         shard.write_text(before)
         os.utime(shard, ns=(times.st_atime_ns, times.st_mtime_ns))
     assert run_training(recipe_of(*arguments(shard, copy))) is not None
+
+
+def test_weights_that_no_worker_can_load_end_with_exit_code_2_and_their_name(ray_session, tmp_path, caplog):
+    """Only loading shows it, so the workers find it: all of them, and trying again would change nothing."""
+    model = tmp_path / "model"
+    tokenizer = train_tokenizer(iter(["Say 7 twice."]), vocab_size=300, max_positions=128)
+    scratch = FromScratch(
+        vocab_size=300, hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2, num_kv_heads=2
+    )
+    create_model_folder(scratch, tokenizer, model, seed=0)
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8])
+    change = [f"model.path={model}", "sft=null"]
+    assert train_mars.main([*arguments(write_shard(tmp_path), tmp_path / "run"), *change]) == 2
+    assert "damaged weights" in caplog.text
+    assert not (tmp_path / "run" / "mars" / "model").exists()
