@@ -6,10 +6,11 @@ import transformers.integrations.flex_attention as flex_integration
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from largest_tensor import LargestTensor
-from tiny_models import MASK_ID, MODEL_TYPES, random_samples, tiny_model
+from tiny_models import MASK_ID, MODEL_TYPES, SIZES, random_samples, tiny_model
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, flex_attention
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from workers.errors import InputError
 from workers.models.loading import backbone_and_head, check_flex_attention, choose_attention, load_causal_lm
@@ -164,10 +165,13 @@ def test_auto_is_flex_on_gpus_where_the_model_can(tmp_path) -> None:
     assert choose_attention(unable, "auto", on_gpu=True) == "dense"
     assert choose_attention(able, "dense", on_gpu=True) == "dense"
     assert choose_attention(unable, "flex", on_gpu=True) == "flex"  # asked for by name: refused, not replaced
-    loaded = load_causal_lm(able, dtype=torch.float32, attention="flex")
+    fitting = str(tmp_path / "fitting")
+    heads_of_16 = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    LlamaForCausalLM(LlamaConfig(**{**SIZES, **heads_of_16})).save_pretrained(fitting)
+    loaded = load_causal_lm(fitting, dtype=torch.float32, attention="flex")
     assert loaded.config._attn_implementation == "flex_attention"
     assert torch._dynamo.config.recompile_limit >= 64
-    assert load_causal_lm(able, dtype=torch.float32).config._attn_implementation == "sdpa"
+    assert load_causal_lm(fitting, dtype=torch.float32).config._attn_implementation == "sdpa"
 
 
 @pytest.mark.parametrize(

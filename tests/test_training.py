@@ -147,7 +147,7 @@ def model_folders(tmp_path_factory) -> Path:
         ("objective.block_size=65", "objective.block_size"),
         ("training.num_step=3", "num_steps"),
         ("distributed.num_workers=64", "64 x 0.5 CPUs"),
-        ("distributed.deepspeed={gradient_clipping: 1}", "training.max_grad_norm"),
+        ("distributed.deepspeed.gradient_clipping=1", "training.max_grad_norm"),
     ],
 )
 def test_bad_input_ends_with_exit_code_2_and_leaves_nothing(
