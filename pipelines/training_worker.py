@@ -76,7 +76,9 @@ def _run(config: dict[str, Any]) -> None:
     board = BoardClient(config["board"])
     context = ray.train.get_context()
     rank = context.get_world_rank()
-    if not job.distributed.use_gpu:
+    if job.distributed.use_gpu:
+        torch.cuda.set_device(get_device())  # what ranks of a node tell each other goes through this one
+    else:
         torch.set_num_threads(1)  # ranks share the cores: more threads per rank only wait for each other
     torch.manual_seed(job.seed + rank)
     model, refusals = None, []
