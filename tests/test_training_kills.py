@@ -123,7 +123,9 @@ def test_each_sample_is_trained_on_once_in_an_epoch(survived):
         assert steps == planned[rank][starts[rank][-1] : starts[rank][-1] + len(steps)]
     assert starts[0] == starts[1]
     assert starts[0][0] == 0
-    assert starts[0][1] == 2  # not the checkpoint after step 4, which lacks the share of the killed worker
+    # Never the checkpoint after step 4, which lacks the share of the killed worker. Ray Train records one a moment after it is
+    # whole, so a kill that comes very soon after the checkpoint of step 2 costs that one as well.
+    assert starts[0][1] in (0, 2)
     assert starts[0][2] == stopped  # nothing lost, nothing done again
 
 
