@@ -65,8 +65,8 @@ def training_facts(**changes: Any) -> TrainingFacts:
             ],
         },
         "stages": [
-            StageFacts("sft", 20, 100, sft, [worker_group()], True),
-            StageFacts("mars", 600, 100, mars, [worker_group(), worker_group(300, steps_done_again=40)], False),
+            StageFacts("sft", 20, 0.2, sft, [worker_group()], True),
+            StageFacts("mars", 600, 6.0, mars, [worker_group(), worker_group(300, steps_done_again=40)], False),
         ],
         "changed_settings": [("training.learning_rate", "1e-4", "5e-06")],
         "recipe": "model:\n  path: /models/small-sft\n",
