@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch.distributed as dist
 
 from jobs import train_mars
-from pipelines import checkpoint_store, training
+from pipelines import checkpoint_store, training_stage
 from workers.objectives.mars import MarsObjective
 from workers.training.checkpoint import save_training_state
 
@@ -43,5 +43,5 @@ class RecordingObjective(MarsObjective):
 
 
 if __name__ == "__main__":
-    training.MarsObjective = RecordingObjective  # travels to the workers by value, being of the main module
+    training_stage.MarsObjective = RecordingObjective  # travels to the workers by value, being of the main module
     sys.exit(train_mars.main(sys.argv[2:]))
