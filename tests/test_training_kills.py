@@ -98,7 +98,7 @@ def survived(finished, tmp_path_factory) -> tuple[Path, Path, list[str], int]:
 
 def test_the_curve_is_that_of_an_unbroken_run_without_evaluation(survived, finished):
     output, _, _, stopped = survived
-    assert 2 < stopped < 8
+    assert 0 < stopped < 8
     assert losses(output, "mars") == pytest.approx(losses(finished[1], "mars"), abs=1e-4)
     learning_rates = [[line["learning_rate"] for line in metric_lines(run, "mars")] for run in (output, finished[1])]
     assert learning_rates[0] == learning_rates[1]
