@@ -203,7 +203,8 @@ def test_a_stop_before_the_first_step_is_prompt_and_says_so(finished, tmp_path):
     job.send_signal(signal.SIGINT)
     assert job.wait(20) == 1
     log = (tmp_path / "job" / "log").read_text()
-    assert "stopped by SIGINT before the workers of sft had begun; the same command goes on\n" in log
+    # A signal that comes a moment sooner, before Ray Train is asked for workers, needs no word about them.
+    assert re.search(r"stopped by SIGINT( before the workers of sft had begun)?; the same command goes on\n", log)
     assert "Traceback" not in log
 
 
