@@ -180,27 +180,40 @@ def _fit(recipe: TrainRecipe, run: RunFolder, job: StageJob, signals: StopSignal
             run_config=run_config,
         )
 
-        def stop(name: str) -> None:
-            try:
-                has_begun = ray.get(stop_board.stop.remote())
-            except RayError as error:
-                raise Stopped(f"stopped by {name} at once: the workers of {stage} cannot be told") from error
-            if not has_begun:
-                raise Stopped(f"stopped by {name} before the workers of {stage} had begun")
-            _logger.info("%s: a checkpoint after this step, then the end", name)
-
         failure: TrainingFailedError | None = None
         try:
-            signals.run(trainer.fit, stop)
+            signals.run(trainer.fit, lambda name: _ask_to_stop(stop_board, stage, name))
         except TrainingFailedError as error:
             failure = error
-        if failure is None and model_folders.exists(job.final_model):
-            return
-        refusal = watch.refusal()
-        if refusal is not None:
-            raise InputError(*refusal) from failure
-        if failure is not None:
-            raise failure
-        if signals.received is not None:
-            raise Stopped(f"{stage} stopped at step {watch.last_step()} by {signals.received}")
-        raise RuntimeError(f"{stage} ended without a model in {job.final_model}")
+        if failure is not None or not model_folders.exists(job.final_model):
+            raise _why_without_model(job, watch, signals, failure)
+
+
+def _ask_to_stop(stop_board: Any, stage: str, name: str) -> None:
+    """Passes the signal `name` on to the workers.
+
+    Raises:
+        Stopped: they would not hear of it.
+    """
+    try:
+        has_begun = ray.get(stop_board.stop.remote())
+    except RayError as error:
+        raise Stopped(f"stopped by {name} at once: the workers of {stage} cannot be told") from error
+    if not has_begun:
+        raise Stopped(f"stopped by {name} before the workers of {stage} had begun")
+    _logger.info("%s: a checkpoint after this step, then the end", name)
+
+
+def _why_without_model(
+    job: StageJob, watch: StageWatch, signals: StopSignals, failure: TrainingFailedError | None
+) -> BaseException:
+    """What ended a stage that has published no model."""
+    refusal = watch.refusal()
+    if refusal is not None:
+        return InputError(*refusal)
+    if failure is not None:
+        return failure
+    stage = job.settings.objective
+    if signals.received is not None:
+        return Stopped(f"{stage} stopped at step {watch.last_step()} by {signals.received}")
+    return RuntimeError(f"{stage} ended without a model in {job.final_model}")

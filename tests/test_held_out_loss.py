@@ -1,15 +1,12 @@
 """The held-out loss and the common stop of all ranks, in a little cluster of processes; the samples of each rank, from disk."""
 
-import os
-import socket
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-import torch.multiprocessing as multiprocessing
+from rank_processes import spawn_ranks, uneven_samples
 from tiny_models import MASK_ID, tiny_model
 
 from pipelines.held_out import HeldOutPlan, held_out_samples
@@ -18,7 +15,6 @@ from pipelines.sft_rows import PART_SCHEMA
 from workers.config import DistributedSettings, OptimizationSettings
 from workers.objectives.losses import LossModule
 from workers.objectives.mars import MarsObjective
-from workers.objectives.streams import Sample
 from workers.training.engine import build_engine
 from workers.training.evaluation import HeldOut
 from workers.training.loop import train
@@ -28,22 +24,7 @@ NUM_STEPS, NUM_RANKS = 4, 2
 OBJECTIVE = MarsObjective(4, 0.5, 1.0, True, MASK_ID, seed=0)
 
 
-def samples(seed: int, number: int) -> list[Sample]:
-    generator = np.random.default_rng(seed)
-    rows = []
-    for row in range(number):
-        length = int(generator.integers(6, 40))
-        ids = generator.integers(2, MASK_ID, length).astype(np.int32)
-        rows.append(Sample(0, 10 * seed + row, 0, ids, ((length // 3, length),)))
-    return rows
-
-
-def run_rank(rank: int, port: int, folder: str) -> None:
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(NUM_RANKS)
-    )
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=NUM_RANKS)
+def run_rank(rank: int, folder: str) -> None:
     results = {}
     for stage in (0, 3):
         for is_evaluating in (False, True):
@@ -51,7 +32,6 @@ def run_rank(rank: int, port: int, folder: str) -> None:
     results["stopped"] = train_case(rank, 3, True, stop_at=2)
     if rank == 0:
         torch.save(results, f"{folder}/results.pt")
-    torch.distributed.destroy_process_group()
 
 
 def train_case(rank: int, stage: int, is_evaluating: bool, stop_at: int | None = None) -> dict:
@@ -65,7 +45,7 @@ def train_case(rank: int, stage: int, is_evaluating: bool, stop_at: int | None =
     engine = build_engine(LossModule(model, OBJECTIVE, head_chunk=16), settings, distributed, NUM_STEPS)
     held_out = None
     if is_evaluating:
-        mine = samples(99, 5) if rank == 0 else []
+        mine = uneven_samples(99, 5) if rank == 0 else []
         held_out = HeldOut(mine, engine, OBJECTIVE, settings, every=2, at_checkpoints=True)
     lines, saved, asked = [], [], []
 
@@ -76,7 +56,7 @@ def train_case(rank: int, stage: int, is_evaluating: bool, stop_at: int | None =
     done = train(
         engine,
         OBJECTIVE,
-        iter([samples(step, 5)[rank::NUM_RANKS] for step in range(NUM_STEPS)]),
+        iter([uneven_samples(step, 5)[rank::NUM_RANKS] for step in range(NUM_STEPS)]),
         settings,
         first_step=0,
         num_steps=NUM_STEPS,
@@ -100,10 +80,7 @@ def train_case(rank: int, stage: int, is_evaluating: bool, stop_at: int | None =
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     folder = tmp_path_factory.mktemp("cluster")
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    multiprocessing.spawn(run_rank, (port, str(folder)), nprocs=NUM_RANKS)
+    spawn_ranks(run_rank, NUM_RANKS, str(folder))
     return torch.load(folder / "results.pt", weights_only=False)
 
 
@@ -125,7 +102,7 @@ def test_the_held_out_loss_is_that_of_the_weights_alone(results: dict[str, dict]
     model = tiny_model("llama")
     model.load_state_dict(result["weights"])
     module = LossModule(model.eval(), OBJECTIVE)
-    batches = [OBJECTIVE.pack([sample], row_tokens=64, micro_batch_rows=1)[0] for sample in samples(99, 5)]
+    batches = [OBJECTIVE.pack([sample], row_tokens=64, micro_batch_rows=1)[0] for sample in uneven_samples(99, 5)]
     with torch.no_grad():
         sums = [module(batch, module.num_chunks_of(batch)) for batch in batches]
     num_tokens = sum(batch.num_response_tokens for batch in batches)

@@ -3,15 +3,12 @@
 All cases train the same few steps in real processes over gloo; each spawned cluster runs many of them.
 """
 
-import os
-import socket
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as multiprocessing
+from rank_processes import spawn_ranks, uneven_samples
 from tiny_models import MASK_ID, tiny_model
 
 import workers.training.weights as weights_module
@@ -41,28 +38,15 @@ TOLERANCE, TIED_TOLERANCE = 1e-5, 3e-5
 
 def samples_of_step(kind: str, step: int) -> list[Sample]:
     """`uneven`: five very unequal samples, two in the last step, so that of three ranks one is left without any. `eight`: eight."""
-    generator = np.random.default_rng(step)
-    count = 8 if kind == "eight" else 5 if step < NUM_STEPS - 1 else 2
-    samples = []
-    for row in range(count):
-        length = int(generator.integers(6, 40))
-        ids = generator.integers(2, MASK_ID, length).astype(np.int32)
-        samples.append(Sample(0, 10 * step + row, 0, ids, ((length // 3, length),)))
-    return samples
+    return uneven_samples(step, 8 if kind == "eight" else 5 if step < NUM_STEPS - 1 else 2)
 
 
-def run_rank(rank: int, world_size: int, port: int, folder: str, cases: list[dict]) -> None:
-    """One process of a little cluster; trains once for each case and saves what comes out."""
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size)
-    )
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=world_size)
+def run_cases(rank: int, world_size: int, folder: str, cases: list[dict]) -> None:
+    """Trains once for each case and saves what comes out."""
     for case in cases:
         result = train_case(rank, world_size, Path(folder), **case)
         if rank == 0:
             torch.save(result, f"{folder}/{case['name']}.pt")
-    torch.distributed.destroy_process_group()
 
 
 def train_case(
@@ -158,10 +142,7 @@ def error_of(engine, model, stage: int) -> str:
 
 
 def spawn(world_size: int, folder: Path, cases: list[dict]) -> dict[str, dict]:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    multiprocessing.spawn(run_rank, (world_size, port, str(folder), cases), nprocs=world_size)
+    spawn_ranks(run_cases, world_size, world_size, str(folder), cases)
     return {case["name"]: torch.load(folder / f"{case['name']}.pt") for case in cases}
 
 
