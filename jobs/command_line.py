@@ -54,7 +54,9 @@ def run(
             sys.stdout.write(yaml.safe_dump(json.loads(recipe.model_dump_json()), sort_keys=False))
         code = execute(recipe, is_dry_run)
         if is_dry_run and code == EXIT_DONE:
-            _logger.info("dry run: settings, inputs, output and model folder are fine; nothing was written")
+            _logger.info(
+                "dry run: settings, inputs, output and model folder are fine; nothing was written, no cluster looked at"
+            )
     except InputError as error:
         _logger.error("error: %s", error)
         code = EXIT_BAD_INPUT
@@ -94,7 +96,8 @@ def parse(recipe_type: type[R], default_recipe: str | None, arguments: list[str]
         elif argument == "--config" or argument.startswith("--config="):
             values = _read_recipe(argument.partition("=")[2] or next(remaining, ""))
         elif argument.startswith("-") or "=" not in argument:
-            raise InputError("command line", repr(argument), "--config FILE, --dry-run, --help or section.field=value")
+            expected = "--config FILE, --dry-run, --help or section.field=value"
+            raise InputError("command line", repr(argument), expected, "Quote what has spaces.")
         else:
             overrides.append(argument)
     if values is None:

@@ -26,7 +26,7 @@ _STAGE_HEADERS = (
     "held-out first",
     "held-out best",
     "held-out final",
-) + ("seconds", "tokens/s, median", "memory, MB")
+) + ("seconds of training", "tokens/s, median", "memory, MB")
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from pipelines import storage
 from pipelines.column_types import is_messages, is_text
 from pipelines.prompt_ids import NUM_SHOWN, IdIndex
 from pipelines.prompt_rows import PromptFile, RawRow, json_rows, read_chunks
-from pipelines.row_files import BATCH_ROWS, MalformedLine, parquet_batches, parquet_schema, python_values
+from pipelines.row_files import BATCH_ROWS, MalformedLine, json_lines, parquet_batches, parquet_schema, python_values
 from pipelines.work_units import PromptSet, list_prompt_files
 from workers.config import PromptSettings
 from workers.errors import InputError
@@ -197,7 +197,10 @@ def _check_json(settings: PromptSettings, file: PromptFile, number: int, ids: Id
             extra.add_values(name, readable)
         scan.add([(row.number, _UNREADABLE if row.problem else row.values.get(settings.id_column)) for row in chunk])
     if scan.num_rows > scan.num_unreadable:
-        _require_prompt(settings, file, seen)
+        if seen.isdisjoint((settings.prompt_column, settings.messages_column)):
+            # Only the columns of the settings are read; the message names those that there are.
+            first = [row for _, row in itertools.islice(json_lines(file), BATCH_ROWS) if isinstance(row, dict)]
+            _require_prompt(settings, file, {str(name) for row in first for name in row})
         for name in extra.names():
             if name not in seen:
                 raise _no_extra(file, name)

@@ -3,14 +3,15 @@
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import TracebackType
 from typing import Any, Self
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
-from pipelines.metrics_board import BoardSettings, BoardView, start_board, status_of
+from pipelines import storage
+from pipelines.metrics_board import GROUPS, BoardSettings, BoardView, read_groups, start_board, status_of
 from pipelines.metrics_file import Line
 from pipelines.progress import Progress
 from pipelines.stage_summary import duration, seconds_left
@@ -32,7 +33,8 @@ class StageWatch:
 
     def __init__(self, settings: BoardSettings, *, num_steps: int, pace: str, make_page: Callable[[], None]) -> None:
         self._title, self._num_steps = settings.stage, num_steps
-        self._console = StageConsole(self._title, num_steps, pace)
+        earlier = [group["started"] for group in read_groups(storage.join(settings.folder, GROUPS))]
+        self._console = StageConsole(self._title, num_steps, pace, earlier)
         self._make_page, self._next_page = make_page, 0.0
         self._is_lost = False
         self._done = threading.Event()
@@ -89,10 +91,15 @@ class StageWatch:
 
 
 class StageConsole:
-    """Turns what is on the board into progress lines, each thing once."""
+    """Turns what is on the board into progress lines, each thing once.
 
-    def __init__(self, title: str, num_steps: int, pace: str) -> None:
+    Args:
+        earlier: when the worker groups of earlier runs have started: while theirs is the newest, there is nothing to show.
+    """
+
+    def __init__(self, title: str, num_steps: int, pace: str, earlier: Collection[float] = ()) -> None:
         self._title, self._num_steps, self._pace = title, num_steps, pace
+        self._earlier = frozenset(earlier)
         self._shown_step = 0
         self._shown_held_out = 0
         self._shown_group: Any = None
@@ -101,7 +108,9 @@ class StageConsole:
         """Shows what is new."""
         for warning in view.warnings:
             _logger.warning("%s: %s", self._title, warning)
-        if view.group is not None and view.group["started"] != self._shown_group:
+        if view.group is None or view.group["started"] in self._earlier:
+            return  # what is on the board is of a run before this one
+        if view.group["started"] != self._shown_group:
             self._show_group(view.group)
         if view.lines and view.lines[-1]["step"] != self._shown_step:
             line = view.lines[-1]
@@ -129,7 +138,8 @@ class StageConsole:
             )
         if first_step or self._shown_group is not None:
             again = group["steps_done_again"]
-            _logger.info("%s: going on after step %d; at least %d steps are done again", self._title, first_step, again)
+            note = f"; at least {again} steps are done again" if again else ""
+            _logger.info("%s: going on after step %d%s", self._title, first_step, note)
             self._shown_step, self._shown_held_out = first_step, min(self._shown_held_out, first_step)
         self._shown_group = group["started"]
 

@@ -53,6 +53,20 @@ def test_log_lines_of_a_stage(caplog, monkeypatch):
     ]
 
 
+def test_a_resumed_stage_shows_nothing_of_the_run_before(caplog):
+    caplog.set_level(logging.INFO)
+    before, now = worker_group(), worker_group(10)
+    console = StageConsole("mars", 100, "on 8 ranks", [before["started"]])
+    with Progress("mars", 100, "steps") as progress:
+        console.show(BoardView([metric_line(10), metric_line(20)], before), progress)
+        assert not caplog.records
+        console.show(BoardView([metric_line(10)], now), progress)
+    assert [record.getMessage() for record in caplog.records] == [
+        "mars: training 1,234,567 of 1,234,567 parameters on NVIDIA H200; on 8 ranks",
+        "mars: going on after step 10",
+    ]
+
+
 def test_a_stage_in_figures():
     lines = [
         metric_line(1, held_out_loss=3.0),

@@ -211,6 +211,8 @@ def test_schemas_are_checked_in_every_shard(tmp_path: Path) -> None:
         check(good, write_parquet(tmp_path / "d.parquet", {"messages": [["hello"]]}))
     with pytest.raises(InputError, match=r"e\.jsonl: found columns id"):
         check(good, write_jsonl(tmp_path / "e.jsonl", [{"id": 1}]))
+    with pytest.raises(InputError, match=r"g\.jsonl: found columns answer, question"):
+        check(good, write_jsonl(tmp_path / "g.jsonl", [{"question": "q", "answer": "a"}]))
     (tmp_path / "f.parquet").write_bytes(b"PAR1 no")
     with pytest.raises(InputError, match=r"f\.parquet: found unreadable from its footer"):
         check(good, tmp_path / "f.parquet")

@@ -186,7 +186,8 @@ def write_multi_token_settings(settings: MultiTokenSettings, folder: Path) -> No
 
 def _require_folder(folder: str) -> None:
     if not Path(folder).is_dir():
-        raise InputError(f"model {folder}", "no folder there", "a local folder with a Hugging Face model")
+        advice = "A model of the Hub wants downloading first: hf download NAME --local-dir FOLDER"
+        raise InputError(f"model {folder}", "no folder there", "a local folder with a Hugging Face model", advice)
 
 
 def _read_config(folder: str) -> dict[str, Any]:
