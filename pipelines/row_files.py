@@ -78,7 +78,7 @@ class MalformedLine:
 
 
 def list_row_files(paths: Sequence[str], where: str, what: str = "shard") -> tuple[RowFile, ...]:
-    """The files of rows behind files, folders (at any depth) and globs: sorted by path, each once.
+    """The files of rows behind files, folders (at any depth) and globs: sorted by path, each once, also behind links.
 
     Args:
         where: the setting that names the paths, for messages.
@@ -89,8 +89,9 @@ def list_row_files(paths: Sequence[str], where: str, what: str = "shard") -> tup
     """
     if not paths:
         raise InputError(where, "no path", "at least one file, folder or glob")
-    found = {info.path: info for path in paths for info in _expand(path, where, what)}
-    files = tuple(RowFile(path, found[path].size, found[path].version) for path in sorted(found))
+    found = sorted((info for path in paths for info in _expand(path, where, what)), key=lambda info: info.path)
+    once = {storage.real_path(info.path): info for info in reversed(found)}  # by the first of its names
+    files = tuple(RowFile(info.path, info.size, info.version) for info in reversed(once.values()))
     for file in files:
         if not file.size:
             raise InputError(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from pipelines import storage
 from pipelines.row_files import (
     MalformedLine,
     RowFile,
@@ -54,9 +55,12 @@ def list_sources(paths: Sequence[str], weights: Sequence[float], where: str = "d
     # As typed: 0.1 is one tenth, not the binary fraction beside it.
     exact = [Fraction(str(weight)) for weight in weights] or [Fraction(1)] * len(paths)
     owners: dict[str, int] = {}
+    names: dict[str, str] = {}  # of a file with several, the one that `list_shards` gives it
     for number, path in enumerate(paths):
         for shard in list_shards([path], where):
-            owner = owners.setdefault(shard.path, number)
+            file = storage.real_path(shard.path)
+            names[file] = min(shard.path, names.get(file, shard.path))
+            owner = owners.setdefault(file, number)
             if weights and owner != number:
                 raise InputError(
                     "data.weights",
@@ -65,7 +69,7 @@ def list_sources(paths: Sequence[str], weights: Sequence[float], where: str = "d
                     "Let the folders or globs exclude each other.",
                 )
     return tuple(
-        Source(path, weight, tuple(sorted(file for file, owner in owners.items() if owner == number)))
+        Source(path, weight, tuple(sorted(names[file] for file, owner in owners.items() if owner == number)))
         for number, (path, weight) in enumerate(zip(paths, exact, strict=True))
     )
 

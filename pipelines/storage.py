@@ -37,6 +37,11 @@ def join(base: str, *names: str) -> str:
     return os.path.join(base, *names)
 
 
+def real_path(path: str) -> str:
+    """The path behind all links: two names of one local file have one; S3 has no links."""
+    return path if is_s3(path) else os.path.realpath(path)
+
+
 def exists(path: str) -> bool:
     """Whether a file, or a folder, is there; on S3 a folder is there when a file is below it."""
     if is_s3(path):

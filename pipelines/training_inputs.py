@@ -73,7 +73,7 @@ class TrainingInputs:
         if shards:
             list_sources(self._data.train, self._data.weights)
         if self._data.held_out:
-            self._check_held_out({_real_path(shard.path) for shard in shards})
+            self._check_held_out({storage.real_path(shard.path) for shard in shards})
         if self._model.path is not None:
             self._run.require_outside("model.path", resolve(self._model.path))
             self._check_model(resolve(self._model.path))
@@ -81,7 +81,7 @@ class TrainingInputs:
     def _check_held_out(self, trained: set[str]) -> None:
         for shard in inspect_shards(self._data, self._data.held_out, "data.held_out"):
             self._run.require_outside("data.held_out", shard.path)
-            if _real_path(shard.path) in trained:
+            if storage.real_path(shard.path) in trained:
                 raise InputError(
                     "data.held_out", f"{shard.path}, which data.train names too", "shards that are never trained on"
                 )
@@ -169,7 +169,3 @@ class TrainingInputs:
                 repr(wanted),
                 f"id {earlier.mask_token_id} or `auto`: {folder} has been trained with that placeholder",
             )
-
-
-def _real_path(path: str) -> str:
-    return path if storage.is_s3(path) else os.path.realpath(path)

@@ -13,7 +13,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipelines import row_files
-from pipelines.sft_source import MalformedLine, Shard, inspect_shards, iterate_rows, iterate_texts, list_shards
+from pipelines.sft_source import (
+    MalformedLine,
+    Shard,
+    inspect_shards,
+    iterate_rows,
+    iterate_texts,
+    list_shards,
+    list_sources,
+)
 from workers.config import DataSettings
 from workers.errors import InputError
 
@@ -239,3 +247,15 @@ def test_a_few_bad_lines_are_left_to_the_rejection_share(tmp_path: Path) -> None
     path = write(tmp_path / "a.jsonl", b"{oops\n" * 20)
     assert inspect_shards(data(path)) == list_shards([str(path)])
     assert isinstance(inspect_shards(data(path))[0], Shard)
+
+
+def test_a_shard_with_two_names_is_one_shard(tmp_path: Path) -> None:
+    """A link beside a file would otherwise train on each of its rows twice."""
+    shard = tmp_path / "b.jsonl"
+    shard.write_text('{"prompt": "p", "response": "r"}\n')
+    (tmp_path / "a.jsonl").symlink_to(shard)
+    paths = [str(shard), str(tmp_path / "a.jsonl")]
+    assert [each.path for each in list_shards(paths)] == [str(tmp_path / "a.jsonl")]
+    assert [source.files for source in list_sources(paths, [])] == [(str(tmp_path / "a.jsonl"),), ()]
+    with pytest.raises(InputError, match=r"data\.weights: found .*a\.jsonl, which both"):
+        list_sources(paths, [1.0, 2.0])

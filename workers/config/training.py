@@ -7,7 +7,7 @@ from pydantic import Field, JsonValue, model_validator
 from workers.config.base import PromptFormat, Settings, Share
 
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
-Weight = Annotated[float, Field(gt=0.0, le=1000.0)]
+Weight = Annotated[float, Field(ge=0.001, le=1000.0)]
 
 
 class FromScratch(Settings):

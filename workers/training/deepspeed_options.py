@@ -30,6 +30,7 @@ DECIDED = {
     "zero_force_ds_cpu_optimizer": "distributed.offload",
     "activation_checkpointing": "training.activation_checkpointing",
     "checkpoint": "run.checkpoint_every and run.num_to_keep",
+    "steps_per_print": "run.log_every",
     "tensorboard": "run.tensorboard",
     "wandb": "run.tracker",
     "comet": "run.tracker",
@@ -75,7 +76,6 @@ _SCALARS: dict[str, type | tuple[type, ...]] = {
     "log_level": str,
     "memory_breakdown": bool,
     "prescale_gradients": bool,
-    "steps_per_print": int,
     "wall_clock_breakdown": bool,
 }
 # Sections of which DeepSpeed reads these keys and ignores others; the keys of the rest are DeepSpeed's to check.
