@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
-from multiprocessing.pool import ThreadPool
+from concurrent.futures import Future, wait
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -44,16 +44,16 @@ class StopSignals:
         try:
             if self.received is not None:
                 raise Stopped(f"stopped by {self.received}")
-            result = ThreadPool(1).apply_async(work)  # its thread is a daemon: it keeps no process from ending
+            result = _in_a_daemon_thread(work)
             is_told = False
-            while not result.ready():
+            while not result.done():
                 if self._is_aborted:
                     raise Stopped("ended at once")
                 if self.received is not None and not is_told:
                     is_told = True
                     on_stop(self.received)
-                result.wait(_SECONDS_BETWEEN_LOOKS)
-            result.get()
+                wait([result], _SECONDS_BETWEEN_LOOKS)
+            result.result()
         finally:
             self._passes_on = False
 
@@ -79,3 +79,17 @@ class StopSignals:
         if threading.current_thread() is threading.main_thread():
             for number, handler in self._earlier.items():
                 signal.signal(number, handler)
+
+
+def _in_a_daemon_thread(work: Callable[[], object]) -> Future[object]:
+    """A `ThreadPoolExecutor` would keep the process from ending while the work goes on."""
+    result: Future[object] = Future()
+
+    def do() -> None:
+        try:
+            result.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - `result` raises it in the thread that waits
+            result.set_exception(error)
+
+    threading.Thread(target=do, daemon=True).start()
+    return result

@@ -79,7 +79,7 @@ def test_unknown_architectures_and_missing_files_are_refused(tmp_path: Path) -> 
     write_tiny_gguf(tmp_path / "other.gguf", architecture="unheard-of")
     with pytest.raises(InputError, match="unheard-of"):
         describe_gguf(str(tmp_path / "other.gguf"), str(tmp_path / "folder"))
-    with pytest.raises(InputError, match=r"a local \.gguf file that exists"):
+    with pytest.raises(InputError, match=r"a \.gguf file that exists"):
         describe_gguf(str(tmp_path / "none.gguf"), str(tmp_path / "folder"))
     assert is_gguf("a/b.gguf")
     assert not is_gguf("a/b")
