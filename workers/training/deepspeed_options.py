@@ -103,7 +103,8 @@ def deepspeed_config(
     """DeepSpeed's own settings for one stage, `distributed.deepspeed` merged into them.
 
     Gradient accumulation is left to the caller (`managed_gradient_accumulation`): a step has as many micro-batches as its samples
-    fill, and `step()` is its border.
+    fill, and `step()` is its border. With bf16 weights the gradients of the micro-batches are summed in float32: a bf16 sum stops
+    growing when the next summand is below 1/256 of it. Without ZeRO DeepSpeed sums bf16 gradients in bf16 only.
 
     Args:
         num_parameters: those that are trained.
@@ -126,6 +127,8 @@ def deepspeed_config(
             **_offload(distributed),
         },
     }
+    if distributed.use_gpu and distributed.zero_stage:
+        own["data_types"] = {"grad_accum_dtype": "fp32"}
     return _merged(own, distributed.deepspeed)
 
 
