@@ -47,7 +47,10 @@ def train_case(
     stop_at: int | None = None,
     resume: str | None = None,
 ) -> dict:
-    """Norms and weights of a few steps; `stop_at` saves there and goes on in a new engine, `resume` from what another case saved."""
+    """Norms and weights of a few steps.
+
+    With `stop_at`, saves there and goes on in a new engine; `resume` goes on from what another case has saved so.
+    """
     distributed = DistributedSettings(
         zero_stage=stage,
         offload=offload,

@@ -42,6 +42,12 @@ def settings(options: dict, **changes) -> DistributedSettings:
         ({"wall_clock_breakdown": "yes"}, r"wall_clock_breakdown: found 'yes'; expected bool"),
         ({"wall_clock_breakdown": 1}, r"wall_clock_breakdown: found 1; expected bool"),
         ({"zero_optimization": True}, r"zero_optimization: found True; expected a mapping"),
+        ({"log_level": "loud"}, r"deepspeed\.log_level: found 'loud'; expected debug or info or"),
+        ({"communication_data_type": "fp8"}, r"communication_data_type: found 'fp8'; expected fp16 or bf16 or fp32"),
+        ({"data_types": {"grad_accum_dtype": "fp16"}}, r"data_types\.grad_accum_dtype: found 'fp16'; expected bf16 or"),
+        ({"flops_profiler": {"enabled": 1}}, r"flops_profiler\.enabled: found 1; expected bool"),
+        ({"flops_profiler": {"output_file": 1}}, r"flops_profiler\.output_file: found 1; expected str or null"),
+        ({"timers": {"throughput": True}}, r"timers\.throughput: found True; expected a mapping"),
     ],
 )
 def test_clashes_are_refused_without_deepspeed(options, words, monkeypatch):
@@ -63,12 +69,50 @@ def test_clashes_are_refused_without_deepspeed(options, words, monkeypatch):
         ({"zero_optimization": {"leaf_module": {"clases": []}}}, r"leaf_module\.clases"),
         ({"comms_logger": {"enabeld": True}}, r"enabeld"),
         ({"timers": {"throughput": {"enabeld": True}}}, r"enabeld"),
-        ({"communication_data_type": "fp8"}, r"distributed\.deepspeed: .*fp8"),
+        ({"comms_logger": {"prof_ops": 1}}, r"^distributed\.deepspeed\.comms_logger\.prof_ops: found 1"),
+        ({"zero_optimization": {"leaf_module": 1}}, r"^distributed\.deepspeed\.zero_optimization\.leaf_module: "),
     ],
 )
 def test_what_deepspeed_refuses_is_refused_before_the_run(options, words):
     with pytest.raises(InputError, match=words):
         check_deepspeed_options(settings(options))
+
+
+@pytest.mark.parametrize(
+    ("options", "stages"),
+    [
+        ({"prescale_gradients": True}, [0, 1]),
+        ({"gradient_predivide_factor": 2}, [0, 1]),
+        ({"prescale_gradients": True, "zero_optimization": {"reduce_scatter": False}}, [0, 1, 2, 3]),
+        # ZeRO 3 would halve the gradients.
+        ({"gradient_predivide_factor": 2, "zero_optimization": {"reduce_scatter": False}}, [0, 1, 2]),
+    ],
+)
+def test_gradients_are_scaled_only_where_deepspeed_can(options, stages):
+    for stage in range(4):
+        if stage in stages:
+            check_deepspeed_options(settings(options, zero_stage=stage))
+        else:
+            name = next(iter(options))
+            with pytest.raises(InputError, match=rf"deepspeed\.{name}: found .*distributed\.zero_stage={stage}"):
+                check_deepspeed_options(settings(options, zero_stage=stage))
+    with pytest.raises(InputError, match=r"gradient_predivide_factor: found 0; expected a number above 0"):
+        check_deepspeed_options(settings({"gradient_predivide_factor": 0}))
+
+
+@pytest.mark.parametrize(
+    ("use_gpu", "zero_stage", "possible"), [(False, 2, {"fp32"}), (True, 0, {"bf16"}), (True, 1, {"bf16", "fp32"})]
+)
+def test_gradients_are_summed_in_a_type_that_deepspeed_can_sum_them_in(use_gpu, zero_stage, possible):
+    for dtype in ("bf16", "fp32"):
+        distributed = settings({"data_types": {"grad_accum_dtype": dtype}}, use_gpu=use_gpu, zero_stage=zero_stage)
+        if dtype in possible:
+            check_deepspeed_options(distributed)
+            config = deepspeed_config(OptimizationSettings(), distributed, num_parameters=1)
+            assert config["data_types"]["grad_accum_dtype"] == dtype
+        else:
+            with pytest.raises(InputError, match=rf"grad_accum_dtype: found {dtype}; expected .*use_gpu"):
+                check_deepspeed_options(distributed)
 
 
 def test_overlapping_communication_needs_stage_2():

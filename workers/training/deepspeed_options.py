@@ -68,30 +68,32 @@ UNUSED = {
     "zero_optimization.stage3_gather_fp16_weights_on_model_save": "the export gathers the weights",
     "zero_optimization.zenflow": "the optimizer is AdamW on all parameters",
 }
-_SCALARS: dict[str, type | tuple[type, ...]] = {
-    "communication_data_type": str,
+_NUMBER = (int, float)
+# What each option may be: a type, some types, or one of several texts.
+_SCALARS: dict[str, Any] = {
+    "communication_data_type": ("fp16", "bf16", "fp32"),
     "disable_python_gc": bool,
     "dump_state": bool,
-    "gradient_predivide_factor": (int, float),
-    "log_level": str,
+    "gradient_predivide_factor": _NUMBER,
+    "log_level": ("debug", "info", "warning", "error", "critical"),
     "memory_breakdown": bool,
     "prescale_gradients": bool,
     "wall_clock_breakdown": bool,
 }
-# Sections of which DeepSpeed reads these keys and ignores others; the keys of the rest are DeepSpeed's to check.
-_SECTIONS = {
+# Sections of which DeepSpeed reads these keys and ignores others, unchecked; what is in the rest is DeepSpeed's to check.
+_SECTIONS: dict[str, dict[str, Any] | None] = {
     "comms_logger": None,
-    "data_types": ("grad_accum_dtype",),
-    "flops_profiler": (
-        "enabled",
-        "recompute_fwd_factor",
-        "profile_step",
-        "module_depth",
-        "top_modules",
-        "detailed",
-        "output_file",
-    ),
-    "timers": ("throughput",),
+    "data_types": {"grad_accum_dtype": ("bf16", "fp32")},
+    "flops_profiler": {
+        "enabled": bool,
+        "recompute_fwd_factor": _NUMBER,
+        "profile_step": int,
+        "module_depth": int,
+        "top_modules": int,
+        "detailed": bool,
+        "output_file": (str, type(None)),
+    },
+    "timers": {"throughput": dict},
     _ZERO: None,
 }
 ACCEPTED = (*_SCALARS, *_SECTIONS)
@@ -141,6 +143,8 @@ def check_deepspeed_options(distributed: DistributedSettings) -> None:
     if not distributed.deepspeed:
         return
     refuse_conflicts(distributed.deepspeed)
+    _require_gradient_type(distributed)
+    _require_plain_gradients(distributed)
     _ask_deepspeed(distributed)
 
 
@@ -154,18 +158,57 @@ def refuse_conflicts(options: Mapping[str, JsonValue]) -> None:
         _refuse_taken(key)
         _require_known(key, ACCEPTED, "")
         if key in _SCALARS:
-            expected = _SCALARS[key]
-            kinds = expected if isinstance(expected, tuple) else (expected,)
-            if type(value) not in kinds:
-                raise InputError(f"{_WHERE}.{key}", repr(value), " or ".join(kind.__name__ for kind in kinds))
+            _require_kind(key, value, _SCALARS[key])
             continue
         if not isinstance(value, dict):
             raise InputError(f"{_WHERE}.{key}", repr(value), "a mapping of DeepSpeed's options")
-        for name in value:
+        for name, inner in value.items():
             _refuse_taken(f"{key}.{name}")
             known = _SECTIONS[key]
             if known is not None:
                 _require_known(name, known, f"{key}.")
+                _require_kind(f"{key}.{name}", inner, known[name])
+
+
+def _require_kind(option: str, value: JsonValue, kind: Any) -> None:
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    if type(value) not in kinds and not (isinstance(value, str) and value in kinds):
+        names = {dict: "a mapping of DeepSpeed's options", type(None): "null"}
+        expected = " or ".join(names.get(each, each if isinstance(each, str) else each.__name__) for each in kinds)
+        raise InputError(f"{_WHERE}.{option}", repr(value), expected)
+
+
+def _require_gradient_type(distributed: DistributedSettings) -> None:
+    """DeepSpeed sums float32 gradients in float32, bf16 ones without ZeRO in bf16, and with it in either."""
+    section = distributed.deepspeed.get("data_types", {})
+    assert isinstance(section, dict)
+    found = section.get("grad_accum_dtype")
+    possible = ["fp32"] if not distributed.use_gpu else ["fp32", "bf16"] if distributed.zero_stage else ["bf16"]
+    if found is not None and found not in possible:
+        raise InputError(
+            f"{_WHERE}.data_types.grad_accum_dtype",
+            str(found),
+            f"{' or '.join(possible)} with distributed.use_gpu={str(distributed.use_gpu).lower()} and "
+            f"distributed.zero_stage={distributed.zero_stage}",
+        )
+
+
+def _require_plain_gradients(distributed: DistributedSettings) -> None:
+    """From ZeRO 2 on DeepSpeed takes no scaling of gradients with reduce_scatter; without it, ZeRO 3 scales them wrongly."""
+    options = distributed.deepspeed
+    section = options.get(_ZERO, {})
+    assert isinstance(section, dict)
+    factor = options.get("gradient_predivide_factor", 1.0)
+    assert isinstance(factor, int | float)
+    if factor <= 0:
+        raise InputError(f"{_WHERE}.gradient_predivide_factor", str(factor), "a number above 0")
+    is_scattering = distributed.zero_stage >= 2 and section.get("reduce_scatter", True)
+    scatter = f"zero_optimization.reduce_scatter=true at distributed.zero_stage={distributed.zero_stage}"
+    if is_scattering and options.get("prescale_gradients"):
+        raise InputError(f"{_WHERE}.prescale_gradients", "true", f"false with {scatter}")
+    if factor != 1 and (is_scattering or distributed.zero_stage == 3):
+        reason = "at distributed.zero_stage=3" if distributed.zero_stage == 3 else f"with {scatter}"
+        raise InputError(f"{_WHERE}.gradient_predivide_factor", str(factor), f"1 {reason}")
 
 
 def _refuse_taken(option: str) -> None:
@@ -190,7 +233,6 @@ def _require_known(name: str, known: Iterable[str], prefix: str) -> None:
 
 def _ask_deepspeed(distributed: DistributedSettings) -> None:
     """Lets DeepSpeed read the whole configuration, as it will on every rank."""
-    from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     zero_options = distributed.deepspeed.get(_ZERO, {})
@@ -201,14 +243,28 @@ def _ask_deepspeed(distributed: DistributedSettings) -> None:
         _require_known(name, [name for name in known if f"{_ZERO}.{name}" not in DECIDED | UNUSED], f"{_ZERO}.")
     if zero_options.get("overlap_comm") and distributed.zero_stage != 2:
         raise InputError(f"{_WHERE}.{_ZERO}.overlap_comm", "true", "false, or distributed.zero_stage=2")
+    # One by one first: not every message of DeepSpeed says which option it is about.
+    for key, value in distributed.deepspeed.items():
+        parts = (
+            [({name: inner}, f".{name}") for name, inner in value.items()] if isinstance(value, dict) else [(value, "")]
+        )
+        for part, name in parts:
+            _build(distributed.model_copy(update={"deepspeed": {key: part}}), f"{_WHERE}.{key}{name}")
+    _build(distributed, _WHERE)
+
+
+def _build(distributed: DistributedSettings, where: str) -> None:
+    """Lets DeepSpeed make its configuration of ours with some of the options, which `where` names."""
+    from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+
     try:
         DeepSpeedConfig(deepspeed_config(OptimizationSettings(), distributed, num_parameters=1))
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise InputError(f"{_WHERE}, {error.title} {place}", repr(first["input"]), first["msg"]) from error
-    except (ValueError, AssertionError, TypeError, DeepSpeedConfigError) as error:
-        raise InputError(_WHERE, str(error), "options that DeepSpeed accepts together") from error
+        inner = "".join(f".{part}" for part in first["loc"] if not where.endswith(f".{part}"))
+        raise InputError(f"{where}{inner}", repr(first["input"]), first["msg"]) from error
+    except (ValueError, AssertionError, TypeError, AttributeError, LookupError, DeepSpeedConfigError) as error:
+        raise InputError(where, str(error), "options that DeepSpeed accepts together") from error
 
 
 def _offload(distributed: DistributedSettings) -> dict[str, Any]:
