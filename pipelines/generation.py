@@ -217,7 +217,8 @@ def _inspect(folder: str, decoding: DecodingSettings, uses_gpu: bool) -> ModelSe
 
 def warn_of_wide_windows(settings: Iterable[DecodingSettings], block_size: int) -> None:
     """Says so, once for each window, when it is larger than the block size that the model was trained with."""
-    for window in sorted({allowed_window(decoding, block_size) for decoding in settings}):
+    windows = {allowed_window(decoding, block_size) for decoding in settings}
+    for window in sorted(window for window in windows if window != "auto"):
         if window > block_size:
             _logger.warning(
                 "window %d is larger than %d, the block size that the model was trained with", window, block_size

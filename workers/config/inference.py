@@ -1,6 +1,6 @@
 """Settings of batch inference and evaluation: prompts, decoding, actors."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -9,6 +9,7 @@ from workers.config.base import Settings, Share
 StopString = Annotated[str, Field(min_length=1)]
 Threshold = Annotated[float, Field(ge=0.0)]
 Window = Annotated[int, Field(ge=1, le=64)]
+TokenId = Annotated[int, Field(ge=0)]
 
 
 class AnswerSettings(Settings):
@@ -21,12 +22,22 @@ class AnswerSettings(Settings):
     top_p: float = Field(1.0, gt=0, le=1, description="sample among the likeliest tokens of this total probability")
     seed: int | None = Field(None, ge=0, description="same seed, same text; null derives one from the row id")
     stop: tuple[StopString, ...] = Field((), description="strings that end the answer; they are not part of it")
+    min_new_tokens: int = Field(0, ge=0, description="no end token before so many tokens")
+    repetition_penalty: float = Field(
+        1.0, gt=0, le=100, description="divides the logits of tokens that stand in prompt or answer; 1 is none"
+    )
+    forbidden_ids: tuple[TokenId, ...] = Field((), description="token ids that are never generated")
+    logprobs: bool = Field(False, description="report the log-probability of each token")
 
 
 class EngineSettings(Settings):
     """The decoding engine of an actor."""
 
-    cache: Literal["ragged", "none"] = Field("ragged", description="`none` recomputes everything: slow, the oracle")
+    cache: Literal["ragged", "block", "none"] = Field(
+        "ragged", description="`block` is the paper's, where fast rows wait; `none` recomputes everything: the oracle"
+    )
+    cache_block: int = Field(32, ge=1, description="tokens of a block of the block cache")
+    prefill_chunk: int = Field(512, ge=1, description="prompt tokens that share a step with the rows that decode")
     num_slots: int = Field(16, ge=1, description="rows decoded at the same time by one actor")
     max_length: int | None = Field(None, ge=2, description="prompt and answer tokens of a slot; null means the model's")
 
@@ -34,19 +45,37 @@ class EngineSettings(Settings):
 class RowDecodingSettings(AnswerSettings):
     """How one row is decoded; each field may also stand in the row itself."""
 
-    mode: Literal["one_token", "tau"] = Field("tau", description="one token per forward, or several by threshold")
+    mode: Literal["one_token", "tau", "verified"] = Field(
+        "verified",
+        description="one token per forward; several, exactly those of one-token decoding (verified); or several by threshold",
+    )
     threshold: Threshold | None = Field(
         default_factory=lambda fields: 0.95 if fields.get("mode") == "tau" else None,
-        description="tau: a drafted token is kept while its score reaches this; 0.95 in tau mode, none in the others",
+        description="tau: a drafted token is kept while its score reaches this; it means mode tau, whose default is 0.95",
     )
-    window: Window | None = Field(None, description="W, tokens per forward; null means the block size")
+    window: Window | Literal["auto"] | None = Field(
+        None, description="W, tokens per forward; null means auto in verified mode and the block size in tau mode"
+    )
+    draft_branches: bool | None = Field(
+        None,
+        description="verified: placeholders behind every possible acceptance; null leaves it to the automatic window",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _threshold_means_tau(cls, fields: Any) -> Any:
+        if isinstance(fields, dict) and fields.get("threshold") is not None and "mode" not in fields:
+            return {**fields, "mode": "tau"}
+        return fields
 
     @model_validator(mode="after")
-    def _threshold_belongs_to_tau(self) -> Self:
+    def _fields_belong_to_modes(self) -> Self:
         if self.mode != "tau" and self.threshold is not None:
             raise ValueError(f"no threshold with mode {self.mode}; it belongs to mode tau")
         if self.mode == "tau" and self.threshold is None:
             raise ValueError("a threshold with mode tau; leave it out for the default")
+        if self.mode != "verified" and self.draft_branches:
+            raise ValueError(f"no draft_branches with mode {self.mode}; they belong to mode verified")
         return self
 
 

@@ -1,6 +1,6 @@
 """How many of the picked tokens of a row are kept. All rows at once: a prefix of a cumulative product, never a loop.
 
-Shapes: B rows, W picks of a row, K drafts (the picks behind the first), V vocabulary, E end tokens.
+Shapes: B rows, K drafts of a row, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -23,16 +23,17 @@ class ThresholdBatch:
 
 def batch_thresholds(settings: Sequence[RowDecodingSettings], device: torch.device) -> ThresholdBatch:
     """Puts the tau settings of the rows into tensors."""
+    scores = ["probability" if row.threshold is None else row.score for row in settings]
     return ThresholdBatch(
         threshold_B=torch.tensor(
-            # A one-token row has one pick and so no drafts; the number only fills its place.
+            # What is not decoded by threshold accepts nothing by it.
             [1.0 if row.threshold is None else row.threshold for row in settings],
             dtype=torch.float32,
             device=device,
         ),
-        is_margin_B=torch.tensor([row.score == "margin" for row in settings], device=device),
-        is_entropy_B=torch.tensor([row.score == "entropy" for row in settings], device=device),
-        scores=frozenset(row.score for row in settings),
+        is_margin_B=torch.tensor([score == "margin" for score in scores], device=device),
+        is_entropy_B=torch.tensor([score == "entropy" for score in scores], device=device),
+        scores=frozenset(scores),
     )
 
 
@@ -58,14 +59,16 @@ def accepts_by_score(logits_BKV: torch.Tensor, draft_BK: torch.Tensor, batch: Th
     return is_accepted_BK
 
 
-def count_kept(is_accepted_BK: torch.Tensor) -> torch.Tensor:
-    """Kept tokens of each row: the first pick, and the drafts up to the first that is not accepted."""
-    return 1 + is_accepted_BK.long().cumprod(dim=1).sum(dim=1)
+def count_accepted(is_accepted_BK: torch.Tensor) -> torch.Tensor:
+    """Drafts of each row up to the first that is not accepted."""
+    return is_accepted_BK.long().cumprod(dim=1).sum(dim=1)
 
 
-def cut_at_end(token_BW: torch.Tensor, num_kept_B: torch.Tensor, end_ids_E: torch.Tensor) -> torch.Tensor:
-    """Kept tokens of each row when nothing behind the first end token survives."""
-    is_end_BW = (token_BW[..., None] == end_ids_E).any(dim=-1)
-    # Places up to and with the first end token: those before which no end token stands.
-    num_to_end_B = 1 + (~is_end_BW[:, :-1]).long().cumprod(dim=1).sum(dim=1)
-    return torch.minimum(num_kept_B, num_to_end_B)
+def count_matching(draft_BK: torch.Tensor, clean_BC: torch.Tensor, num_drafts_B: torch.Tensor) -> torch.Tensor:
+    """Drafts of each row, out of its first `num_drafts_B`, up to the first that is not the token of one-token decoding.
+
+    Draft k stands where clean pick k says what belongs there; there is one more clean pick than drafts.
+    """
+    lane_K = torch.arange(draft_BK.shape[1], device=draft_BK.device)
+    is_right_BK = (draft_BK == clean_BC[:, : draft_BK.shape[1]]) & (lane_K < num_drafts_B[:, None])
+    return count_accepted(is_right_BK)

@@ -1,9 +1,9 @@
 """Keys and values of all rows, allocated once: a slot for each row, a place for each position.
 
 Rolling back is a change of a row's length, which the row itself holds: places behind it are overwritten by the next step and never
-seen before. Reading the slots 0..n-1 is a view. The only copy is one row's move into a hole when the queue has run dry.
+seen before. Nothing is copied, ever: attention reads the slots as views.
 
-Shapes: S slots, B rows, Q query tokens of a row, T places, H key/value heads, D width of a head.
+Shapes: S slots, N query tokens of a step, P places of a slot, H key/value heads, D width of a head.
 """
 
 import functools
@@ -26,18 +26,19 @@ _GIB = 1 << 30
 
 
 def run_backbone(
-    backbone: nn.Module, token_ids_BQ: Tensor, position_ids_BQ: Tensor, mask: AttentionMask, cache: Cache | None
+    backbone: nn.Module, token_ids_1N: Tensor, position_ids_1N: Tensor, mask: AttentionMask, cache: Cache, **others: Any
 ) -> Tensor:
-    """One forward of the model without its head: hidden states (B, Q, width) after the final norm.
+    """One forward of the model without its head: hidden states (1, N, width) after the final norm.
 
     The only place that knows by which keyword a model takes its cache: transformers 5.24 renamed it.
     """
     outputs = backbone(
-        input_ids=token_ids_BQ,
-        position_ids=position_ids_BQ,
+        input_ids=token_ids_1N,
+        position_ids=position_ids_1N,
         attention_mask=mask,
-        use_cache=cache is not None,
+        use_cache=True,
         **{_cache_keyword(type(backbone).forward): cache},
+        **others,
     )
     return outputs.last_hidden_state
 
@@ -89,69 +90,51 @@ def probe_layers(backbone: nn.Module, mask: AttentionMask, device: torch.device)
     return [probe.shapes[layer] for layer in range(len(probe.shapes))]
 
 
-class RaggedCache(Cache):
+class SlotCache(Cache):
     """The slots of all layers, in the form that the model's own attention calls.
 
-    Before each forward `prepare` says where the step's keys go and which slots are read.
+    Before each forward `prepare` says where the keys and values of the step go.
+
+    Args:
+        shapes: of the layers.
+        num_slots: rows at the same time.
+        num_places: tokens of a slot, the query tokens of a step included.
 
     Raises:
         InputError: the slots need more memory than is free.
     """
 
-    def __init__(self, shapes: list[LayerShape], num_slots: int, max_length: int) -> None:
+    def __init__(self, shapes: list[LayerShape], num_slots: int, num_places: int) -> None:
         super().__init__(layers=[])
-        _check_memory(shapes, num_slots, max_length)
-        # One place more than needed: padding is written there.
-        self.trash_place = max_length
-        num_places = max_length + 1
+        _check_memory(shapes, num_slots, num_places)
+        # One place more: what must not be kept is written there.
+        self.trash_place = num_places
         # Zeros, since a place that no query sees still takes part in a product with 0.
-        self._keys = [
-            torch.zeros(num_slots, shape.num_heads, num_places, shape.key_width, dtype=shape.dtype, device=shape.device)
-            for shape in shapes
-        ]
-        self._values = [
-            torch.zeros(
-                num_slots, shape.num_heads, num_places, shape.value_width, dtype=shape.dtype, device=shape.device
-            )
-            for shape in shapes
-        ]
+        self._keys = [_zeros(shape, num_slots, num_places + 1, shape.key_width) for shape in shapes]
+        self._values = [_zeros(shape, num_slots, num_places + 1, shape.value_width) for shape in shapes]
         self._places: tuple[Tensor, Tensor] | None = None
-        self._num_read: int | None = None
 
-    def prepare(self, slot_B: Tensor, place_BQ: Tensor, num_read: int | None) -> None:
-        """Sets up the next forward.
-
-        Args:
-            slot_B: the rows' slots.
-            place_BQ: where the query tokens go; the trash place for padding.
-            num_read: places that are read, in the slots 0..B-1, which must be the rows' slots; None for new rows, which see nothing
-                but their own query tokens.
-        """
-        self._places = (slot_B[:, None], place_BQ)
-        self._num_read = num_read
+    def prepare(self, slot_N: Tensor, place_N: Tensor) -> None:
+        """Says in which slots and places the query tokens of the next forward stand."""
+        self._places = (slot_N, place_N)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Stores the step's keys and values (B, H, Q, D); returns those that its queries may look at (B, H, T, D)."""
+        """Stores the step's keys and values (1, H, N, D); returns all slots of the layer (S, H, P, D)."""
         assert self._places is not None
-        keys_SHTD, values_SHTD = self._keys[layer_idx], self._values[layer_idx]
-        keys_SHTD.transpose(1, 2)[self._places] = key_states.transpose(1, 2)
-        values_SHTD.transpose(1, 2)[self._places] = value_states.transpose(1, 2)
-        if self._num_read is None:
-            return key_states, value_states
-        num_rows = key_states.shape[0]
-        return keys_SHTD[:num_rows, :, : self._num_read], values_SHTD[:num_rows, :, : self._num_read]
-
-    def move(self, source: int, target: int, num_tokens: int) -> None:
-        """Copies the first `num_tokens` places of one slot to another."""
-        for layers in (self._keys, self._values):
-            for states_SHTD in layers:
-                states_SHTD[target, :, :num_tokens] = states_SHTD[source, :, :num_tokens]
+        keys_SHPD, values_SHPD = self._keys[layer_idx], self._values[layer_idx]
+        keys_SHPD.transpose(1, 2)[self._places] = key_states[0].transpose(0, 1)
+        values_SHPD.transpose(1, 2)[self._places] = value_states[0].transpose(0, 1)
+        return keys_SHPD, values_SHPD
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Rows have lengths of their own; models that are given positions and masks do not need this one."""
         return 0
+
+
+def _zeros(shape: LayerShape, num_slots: int, num_places: int, width: int) -> Tensor:
+    return torch.zeros(num_slots, shape.num_heads, num_places, width, dtype=shape.dtype, device=shape.device)
 
 
 def slot_length(max_length: int | None, config: PreTrainedConfig) -> int:
@@ -170,15 +153,15 @@ def slot_length(max_length: int | None, config: PreTrainedConfig) -> int:
     return max_length
 
 
-def _check_memory(shapes: list[LayerShape], num_slots: int, max_length: int) -> None:
+def _check_memory(shapes: list[LayerShape], num_slots: int, num_places: int) -> None:
     token_bytes = sum(shape.num_bytes for shape in shapes)
-    slot_bytes = token_bytes * (max_length + 1)
+    slot_bytes = token_bytes * (num_places + 1)
     free_bytes = _free_memory(shapes[0].device)
     if num_slots * slot_bytes <= free_bytes:
         return
     raise InputError(
         "decoding.num_slots, decoding.max_length",
-        f"{num_slots} slots of {max_length} tokens at {token_bytes} bytes a token: {num_slots * slot_bytes / _GIB:.2f} GiB",
+        f"{num_slots} slots of {num_places} tokens at {token_bytes} bytes a token: {num_slots * slot_bytes / _GIB:.2f} GiB",
         f"at most {free_bytes / _GIB:.2f} GiB, which is free on {shapes[0].device}",
         f"{free_bytes // slot_bytes} slots of this length would fit, or {max(free_bytes // (token_bytes * num_slots) - 1, 0)} "
         f"tokens with this number of slots.",

@@ -1,42 +1,41 @@
-"""The decoding engine: one loop for all rows, whatever their prompts, windows, thresholds and budgets.
+"""The decoding engine: one loop for all rows, whatever their prompts, modes, windows, thresholds and budgets.
 
-A step: the scheduler names the rows of a group -> the strategy lays out each row's query tokens -> one forward over the ragged
-cache -> tokens are picked and the strategy says how many are kept -> end tokens, stop strings and budgets -> results.
-
-Shapes: B rows of a group, Q query tokens of a row, W picks of a row, D model width, V vocabulary, E end tokens.
+A step: the scheduler names the rows and how much of each runs -> the strategy lays out each row's query tokens -> one forward over
+the slots of the cache -> tokens are picked, and how many are kept -> end tokens, stop strings and budgets -> results.
 """
 
 import logging
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+import time
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Literal
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from workers.config import RowDecodingSettings
-from workers.decoding.acceptance import ThresholdBatch, batch_thresholds, cut_at_end
-from workers.decoding.cache import RaggedCache, probe_layers, run_backbone, slot_length
-from workers.decoding.request import FinishReason, Request, Result, allowed_window, failed_result, find_error, row_seed
-from workers.decoding.sampling import SamplingBatch, batch_sampling, pick_tokens
-from workers.decoding.scheduler import Row, Scheduler
+from workers.decoding.cache import slot_length
+from workers.decoding.decoder_model import DecoderModel
+from workers.decoding.endings import end_of, up_to_end
+from workers.decoding.packed_step import PlacedQuery
+from workers.decoding.picks import Picker, RowPicks
+from workers.decoding.request import (
+    Progress,
+    Request,
+    Result,
+    allowed_window,
+    failed_result,
+    find_error,
+    row_seed,
+)
+from workers.decoding.row import Row
+from workers.decoding.scheduler import Scheduler, Turn
 from workers.decoding.statistics import RunStatistics
-from workers.decoding.strategies import mars
-from workers.decoding.text import decode, find_stop
-from workers.decoding.visibility import Visibility
-from workers.models.loading import backbone_and_head
+from workers.decoding.strategies.mars import RowQuery, lay_out
+from workers.decoding.window import StepCosts, WindowChoice, WindowChooser
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class _GroupSettings:
-    """Settings of the rows of a group as tensors; they change only when the group does."""
-
-    rows: list[Row]
-    sampling: SamplingBatch
-    thresholds: ThresholdBatch
+_WIDEST_BRANCHED = 8
 
 
 class DecodingEngine:
@@ -47,15 +46,18 @@ class DecodingEngine:
         tokenizer: for the text of answers and for stop strings.
         mask_token_id: the placeholder; never generated.
         end_ids: tokens that end an answer.
-        block_size: B of the checkpoint, the window of rows that name none; 1 for a model that was not trained with placeholders.
+        block_size: B of the checkpoint, the widest automatic window; 1 for a model that was not trained with placeholders.
         num_slots: rows decoded at the same time.
         max_length: prompt and answer tokens of a row; None means as many as the model has positions.
-        cache: `ragged`, or `none` to recompute everything at each step.
+        cache: `ragged`; `block`, where rows wait for each other at the end of each `cache_block` tokens; or `none` to recompute
+            everything at each step.
+        cache_block: of the block cache.
+        prefill_chunk: prompt tokens of a step.
         run_seed: rows without a seed get one from this and their id.
 
     Raises:
         InputError: `max_length` beyond the model's positions, a cache larger than the free memory, or an attention that the engine
-            cannot mask.
+            cannot do.
     """
 
     def __init__(
@@ -68,24 +70,34 @@ class DecodingEngine:
         block_size: int,
         num_slots: int,
         max_length: int | None,
-        cache: Literal["ragged", "none"],
+        cache: Literal["ragged", "block", "none"] = "ragged",
+        cache_block: int = 32,
+        prefill_chunk: int = 512,
         run_seed: int = 0,
     ) -> None:
         assert not model.training
-        self._backbone, self._head, self._logit_transform = backbone_and_head(model)
         self._tokenizer = tokenizer
         self._mask_token_id = mask_token_id
         self._end_ids = frozenset(end_ids)
         self._block_size = block_size
         self._run_seed = run_seed
-        self._device = model.device
-        self._vocab_size: int = model.get_input_embeddings().weight.shape[0]
+        self._cache_kind, self._cache_block = cache, cache_block
+        self._widest_branched = max(block_size, _WIDEST_BRANCHED)
         self.max_length = slot_length(max_length, model.config)
-        self._visibility = Visibility(model.config, model.dtype)
-        self._end_ids_E = torch.tensor(sorted(self._end_ids), dtype=torch.int64, device=self._device)
-        self._cache = self._make_cache(num_slots) if cache == "ragged" else None
-        self._scheduler = Scheduler(num_slots)
-        self._group: _GroupSettings | None = None
+        self._model = DecoderModel(
+            model, num_slots=num_slots, max_length=self.max_length, num_spare=self._widest_branched**2
+        )
+        self._scheduler = Scheduler(
+            num_slots,
+            prefill_chunk=None if cache == "none" else prefill_chunk,
+            cache_block=cache_block if cache == "block" else None,
+        )
+        self._picker: Picker | None = None
+        costs = StepCosts(self._model.measure, num_slots)
+        self._choosers = {
+            "verified": WindowChooser(block_size, costs, "verified"),
+            "tau": WindowChooser(block_size, costs, "tau"),
+        }
         self._num_submitted = 0
         self._warned_windows: set[int] = set()
         self.statistics = RunStatistics()
@@ -105,7 +117,7 @@ class DecodingEngine:
         return [result for _, result in sorted(self._run(requests), key=lambda finished: finished[0])]
 
     def submit(self, request: Request) -> tuple[int, Result | None]:
-        """Takes one request into the queue.
+        """Takes one request into the queue; between steps, from the thread that steps.
 
         Returns:
             Its ticket, by which `step` names it, and at once a result if the request cannot be done.
@@ -113,7 +125,11 @@ class DecodingEngine:
         ticket = self._num_submitted
         self._num_submitted += 1
         error = find_error(
-            request, vocab_size=self._vocab_size, mask_token_id=self._mask_token_id, max_length=self.max_length
+            request,
+            vocab_size=self._model.vocab_size,
+            mask_token_id=self._mask_token_id,
+            max_length=self.max_length,
+            widest_branched=self._widest_branched,
         )
         if error is not None:
             self.statistics.num_errors += 1
@@ -130,26 +146,41 @@ class DecodingEngine:
         self._scheduler.submit(row)
         return ticket, None
 
+    def cancel(self, ticket: int) -> bool:
+        """Forgets a request; False if it is finished or unknown. Its slot is free for the next step."""
+        return self._scheduler.cancel(ticket) is not None
+
     @torch.inference_mode()
-    def step(self) -> list[tuple[int, Result]]:
-        """One forward of one group of rows; tickets and results of the rows that it finished."""
-        rows, moves = self._scheduler.next_group()
-        assert rows, "no request to decode"
-        if self._cache is not None:
-            for move in moves:
-                self._cache.move(move.source, move.target, move.num_cached)
-        queries = [mars.lay_out(row, self._mask_token_id) for row in rows]
-        plan_BC, num_lanes = self._plan(rows, queries)
-        hidden_BWD, num_picks_B, position_B = self._forward(rows, queries, plan_BC, num_lanes)
-        logits_BWV = self._logit_transform(self._head(hidden_BWD)).float()
-        logits_BWV[..., self._mask_token_id] = -torch.inf
-        group = self._group_settings(rows)
-        token_BW = pick_tokens(logits_BWV, position_B, group.sampling)
-        num_kept_B = mars.keep(logits_BWV, token_BW, num_picks_B, group.thresholds)
-        num_kept_B = cut_at_end(token_BW, num_kept_B, self._end_ids_E)
-        picked = torch.cat([num_kept_B[:, None], token_BW], dim=1).tolist()  # host sync: the only one of a step
-        kept = [tokens[1 : 1 + tokens[0]] for tokens in picked]
-        return self._commit(rows, queries, kept, num_cells=len(rows) * num_lanes)
+    def step(self) -> list[Progress]:
+        """One forward of the model; what each row that got tokens has got."""
+        began, seconds_before = time.perf_counter(), self._model.seconds
+        turns = self._scheduler.next_turns()
+        assert turns, "no request to decode"
+        queries = self._lay_out(turns)
+        step = self._model.pack(
+            [PlacedQuery(turn.row.slot, turn.row.num_cached, query) for turn, query in zip(turns, queries, strict=True)]
+        )
+        hidden_ND = self._model.forward(step)
+        picking = [place for place, turn in enumerate(turns) if turn.picks]
+        picks: list[RowPicks | None] = [None] * len(turns)
+        if picking:
+            first_B = step.first_B if len(picking) == len(turns) else step.first_B[picking]
+            picker = self._picker_for([turns[place].row for place in picking])
+            picked = picker.pick(self._model, [queries[place] for place in picking], first_B, hidden_ND)
+            for place, row_picks in zip(picking, picked, strict=True):
+                picks[place] = row_picks
+        counts = self.statistics
+        counts.num_model_calls += 1
+        counts.num_slot_steps += self._scheduler.num_slots
+        counts.num_slots_in_use += self._scheduler.num_running
+        progress = [
+            each
+            for turn, query, row_picks in zip(turns, queries, picks, strict=True)
+            if (each := self._commit(turn, query, row_picks)) is not None
+        ]
+        counts.model_seconds += self._model.seconds - seconds_before
+        counts.engine_seconds += time.perf_counter() - began - (self._model.seconds - seconds_before)
+        return progress
 
     def _run(self, requests: Iterable[Request]) -> Iterator[tuple[int, Result]]:
         """Submits requests as there is room and steps until all are done; yields (place in `requests`, result)."""
@@ -168,130 +199,84 @@ class DecodingEngine:
                     if result is not None:
                         yield ticket - first_ticket, result
                 if self.has_work:
-                    for ticket, result in self.step():
-                        yield ticket - first_ticket, result
+                    for progress in self.step():
+                        if progress.result is not None:
+                            yield progress.ticket - first_ticket, progress.result
         finally:
             # A caller that stops reading leaves nothing behind in the slots.
             self._scheduler.clear()
 
-    def _plan(self, rows: list[Row], queries: list[mars.RowQuery]) -> tuple[Tensor, int]:
-        """Everything that the device must know of a step, in one transfer: five numbers of each row, then its Q query tokens."""
-        num_lanes = max(len(query.token_ids) for query in queries)
-        plan = [
-            [
-                row.slot,
-                row.num_cached,
-                query.num_real,
-                len(query.token_ids),
-                row.num_cached + query.num_real - row.num_prompt,
-                *query.token_ids,
-                *[0] * (num_lanes - len(query.token_ids)),
-            ]
-            for row, query in zip(rows, queries, strict=True)
-        ]
-        return torch.tensor(plan, dtype=torch.int64).to(self._device, non_blocking=True), num_lanes
+    def _lay_out(self, turns: Sequence[Turn]) -> list[RowQuery]:
+        """The queries of a step; the automatic windows of rows with the same wishes are the same."""
+        num_picking = sum(turn.picks for turn in turns)
+        chosen: dict[tuple[str, bool | None], WindowChoice] = {}
+        queries = []
+        for turn in turns:
+            row, decoding = turn.row, turn.row.request.decoding
+            if row.window != "auto" or not turn.picks:
+                choice = WindowChoice(1 if row.window == "auto" else row.window, decoding.draft_branches is True)
+            else:
+                wishes = (decoding.mode, decoding.draft_branches)
+                if wishes not in chosen:
+                    chosen[wishes] = self._choosers[decoding.mode].choose(num_picking, decoding.draft_branches)
+                choice = chosen[wishes]
+            query = lay_out(turn, self._mask_token_id, window=choice.window, has_branches=choice.has_branches)
+            queries.append(query)
+        return queries
 
-    def _forward(
-        self, rows: list[Row], queries: list[mars.RowQuery], plan_BC: Tensor, num_lanes: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Runs the model without its head.
-
-        Returns:
-            Hidden states that predict (B, W, D), picks of each row (B), and the first pick's position in the response (B).
-        """
-        slot_B, start_B, num_real_B, num_query_B, position_B = plan_BC[:, :5].unbind(dim=1)
-        lane_Q = torch.arange(num_lanes, device=self._device)
-        is_query_BQ = lane_Q < num_query_B[:, None]
-        # Padding stands at position 0, where it sees one token; nobody sees padding.
-        place_BQ = torch.where(is_query_BQ, start_B[:, None] + lane_Q, 0)
-        is_new = rows[0].num_cached == 0
-        num_read = max(row.num_cached + len(query.token_ids) for row, query in zip(rows, queries, strict=True))
-        if self._cache is not None:
-            write_BQ = place_BQ.where(is_query_BQ, self._cache.trash_place)
-            self._cache.prepare(slot_B, write_BQ, None if is_new else num_read)
-        mask = self._visibility.masks(place_BQ, num_read)
-        hidden_BQD = run_backbone(self._backbone, plan_BC[:, 5:], place_BQ, mask, self._cache)
-        num_picks = max(query.num_picks for query in queries)
-        lane_BW = num_real_B[:, None] - 1 + torch.arange(num_picks, device=self._device)
-        lane_BW = lane_BW.minimum(num_query_B[:, None] - 1)
-        row_B1 = torch.arange(len(rows), device=self._device)[:, None]
-        return hidden_BQD[row_B1, lane_BW], num_query_B - num_real_B + 1, position_B
-
-    def _commit(
-        self, rows: list[Row], queries: list[mars.RowQuery], kept: list[list[int]], num_cells: int
-    ) -> list[tuple[int, Result]]:
-        """Appends the kept tokens to their rows; ends the rows that are done."""
-        finished = []
-        num_kept = []
-        for row, query, tokens in zip(rows, queries, kept, strict=True):
-            num_before = len(row.token_ids)
-            row.token_ids += tokens
-            row.num_forwards += 1
-            row.num_query_tokens += len(query.token_ids)
-            if self._cache is not None:
-                row.num_cached += query.num_real
-            ending = self._end(row, len(tokens))
-            num_kept.append(len(row.token_ids) - num_before)
-            row.kept_per_forward[num_kept[-1]] += 1
-            if ending is not None:
-                finished.append((row.ticket, _result(row, *ending)))
-                self._scheduler.release(row)
-        self.statistics.count_forward(num_kept, sum(len(query.token_ids) for query in queries), num_cells)
-        self.statistics.num_rows += len(finished)
-        return finished
-
-    def _end(self, row: Row, num_new: int) -> tuple[str, FinishReason] | None:
-        """Text and finish reason of a row that has reached an end token, a stop string or its budget; None while it goes on.
-
-        Tokens behind the one that completes a stop string are taken off the row.
-        """
-        has_end = row.token_ids[-1] in self._end_ids
-        stop = row.request.decoding.stop
-        if not (has_end or row.num_left == 0 or stop):
+    def _commit(self, turn: Turn, query: RowQuery, picks: RowPicks | None) -> Progress | None:
+        """Gives a row what the step brought it, and ends the row when that is all."""
+        row = turn.row
+        row.num_query_tokens += len(query.token_ids)
+        self.statistics.num_query_tokens += len(query.token_ids)
+        self._advance_cache(row, query, 0 if picks is None else picks.num_accepted)
+        if picks is None:
             return None
-        answer = row.token_ids[row.num_prompt :]
-        # The end token is no text; a stop string before it comes first.
-        text_ids = answer[:-1] if has_end else answer
-        if stop:
-            match = find_stop(self._tokenizer, text_ids, num_new - has_end, stop)
-            if match is not None:
-                del row.token_ids[row.num_prompt + match.num_tokens :]
-                return match.text, "stop"
-        if has_end or row.num_left == 0:
-            return decode(self._tokenizer, text_ids), "stop" if has_end else "length"
-        return None
+        is_verified = row.request.decoding.mode == "verified"
+        if is_verified and query.num_drafts:
+            self._choosers["verified"].observe(query.num_drafts, picks.num_accepted)
+        elif row.request.decoding.mode == "tau" and query.run_length:
+            self._choosers["tau"].observe(query.run_length, len(picks.token_ids) - 1)
+        tokens = up_to_end(picks.token_ids, self._end_ids)
+        num_before = len(row.token_ids)
+        row.token_ids += tokens
+        row.logprobs += picks.logprobs[: len(tokens)]
+        row.drafts = picks.drafts if is_verified else []
+        row.num_forwards += 1
+        result = end_of(row, len(tokens), self._end_ids, self._tokenizer)
+        num_kept = len(row.token_ids) - num_before
+        row.kept_per_forward[num_kept] += 1
+        self.statistics.count_kept(num_kept)
+        if result is not None:
+            self.statistics.num_rows += 1
+            self._scheduler.release(row)
+        return Progress(row.ticket, tuple(tokens[:num_kept]), result)
 
-    def _group_settings(self, rows: list[Row]) -> _GroupSettings:
-        """The settings of the rows as tensors, kept while the group stays the same."""
-        if self._group is None or self._group.rows != rows:
-            settings = [row.request.decoding for row in rows]
-            sampling = batch_sampling(settings, [row.seed for row in rows], self._vocab_size, self._device)
-            self._group = _GroupSettings(list(rows), sampling, batch_thresholds(settings, self._device))
-        return self._group
+    def _advance_cache(self, row: Row, query: RowQuery, num_accepted: int) -> None:
+        """What of the step's keys and values counts from now on; the next step overwrites the rest."""
+        num_certain = query.num_real - query.num_drafts
+        if self._cache_kind == "ragged":
+            row.num_cached += num_certain + num_accepted
+        elif self._cache_kind == "block" and (row.num_cached < row.num_prompt or num_certain == self._cache_block):
+            row.num_cached += num_certain
 
-    def _window(self, decoding: RowDecodingSettings) -> int:
+    def _picker_for(self, rows: list[Row]) -> Picker:
+        """The picker of a group of rows, kept while the group stays the same."""
+        if self._picker is None or self._picker.rows != rows:
+            self._picker = Picker(
+                rows,
+                mask_token_id=self._mask_token_id,
+                end_ids=self._end_ids,
+                vocab_size=self._model.vocab_size,
+                device=self._model.device,
+            )
+        return self._picker
+
+    def _window(self, decoding: RowDecodingSettings) -> int | Literal["auto"]:
         window = allowed_window(decoding, self._block_size)
-        if window > self._block_size and window not in self._warned_windows:
+        if window != "auto" and window > self._block_size and window not in self._warned_windows:
             self._warned_windows.add(window)
             logger.warning(
                 "window %d is larger than the block size %d that the model was trained with", window, self._block_size
             )
         return window
-
-    @torch.inference_mode()
-    def _make_cache(self, num_slots: int) -> RaggedCache:
-        mask = self._visibility.masks(torch.zeros((1, 1), dtype=torch.int64, device=self._device), 1)
-        return RaggedCache(probe_layers(self._backbone, mask, self._device), num_slots, self.max_length)
-
-
-def _result(row: Row, text: str, finish_reason: FinishReason) -> Result:
-    return Result(
-        id=row.request.id,
-        token_ids=tuple(row.token_ids[row.num_prompt :]),
-        text=text,
-        finish_reason=finish_reason,
-        num_prompt_tokens=row.num_prompt,
-        num_forwards=row.num_forwards,
-        num_query_tokens=row.num_query_tokens,
-        kept_per_forward=row.kept_per_forward,
-    )

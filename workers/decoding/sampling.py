@@ -1,9 +1,10 @@
 """Choosing tokens: greedy, or sampled so that the choice is a function of (seed, position in the response) alone.
 
 The noise of a token is a counter-based integer hash of (seed, position, token id), so a row draws the same numbers in any batch,
-window, cache and device. Order: division by the temperature, top-k, top-p, then argmax(log-probability + Gumbel noise).
+window, cache and device. Order: forbidden tokens and penalties (`logit_rules`), division by the temperature, top-k, top-p, then
+argmax(log-probability + Gumbel noise).
 
-Shapes: B rows, W picks of a row, P picks that are sampled, V vocabulary.
+Shapes: B rows, W picks of a row, P rows that sample, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -88,6 +89,16 @@ def processed_logits(logits_PWV: torch.Tensor, batch: SamplingBatch) -> torch.Te
         is_cut_PWV[..., 0] = False
         sorted_PWV = sorted_PWV.masked_fill(is_cut_PWV, -torch.inf)
     return torch.empty_like(scaled_PWV).scatter_(-1, order_PWV, sorted_PWV)
+
+
+def log_probabilities(logits_BWV: torch.Tensor, token_BW: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """Natural logarithm (B, W) of each token's share of the distribution that it was drawn from; the softmax of a greedy row."""
+    chosen_BW1 = token_BW[..., None]
+    logprob_BW = logits_BWV.log_softmax(dim=-1).gather(-1, chosen_BW1).squeeze(-1)
+    if batch.rows_P is not None:
+        drawn_PWV = processed_logits(logits_BWV[batch.rows_P], batch).log_softmax(dim=-1)
+        logprob_BW[batch.rows_P] = drawn_PWV.gather(-1, chosen_BW1[batch.rows_P]).squeeze(-1)
+    return logprob_BW
 
 
 def gumbel_noise(seed: torch.Tensor, position: torch.Tensor, vocab_size: int) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Counts of a decoding run, and the ratios that reports show. Torch-free; counts of several engines can be added."""
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 
 @dataclass
@@ -12,10 +12,12 @@ class RunStatistics:
         num_rows: rows that got an answer.
         num_errors: rows that could not be done.
         num_model_calls: forwards of the model, whatever the number of rows in them.
-        num_row_forwards: the same counted once per row: the denominator of tokens per forward.
+        num_row_forwards: the same counted once per row that could get a token: the denominator of tokens per forward.
         num_kept_tokens: tokens of the answers, end tokens included.
-        num_query_tokens: tokens that the model processed, placeholders included, padding not.
-        num_padding_tokens: padding that the model processed.
+        num_query_tokens: tokens that the model processed, prompts and placeholders included.
+        num_slot_steps, num_slots_in_use: slots there were, and slots with a row, summed over the forwards.
+        model_seconds: spent in forwards of the model and its head.
+        engine_seconds: spent in steps besides.
         kept_per_forward: how often a row kept 1, 2, ... tokens of one forward.
     """
 
@@ -25,7 +27,10 @@ class RunStatistics:
     num_row_forwards: int = 0
     num_kept_tokens: int = 0
     num_query_tokens: int = 0
-    num_padding_tokens: int = 0
+    num_slot_steps: int = 0
+    num_slots_in_use: int = 0
+    model_seconds: float = 0.0
+    engine_seconds: float = 0.0
     kept_per_forward: Counter[int] = field(default_factory=Counter)
 
     @property
@@ -38,22 +43,20 @@ class RunStatistics:
         """What a kept token cost: tokens processed, prompts included, per kept token."""
         return self.num_query_tokens / self.num_kept_tokens if self.num_kept_tokens else 0.0
 
-    def count_forward(self, num_kept: list[int], num_query_tokens: int, num_cells: int) -> None:
-        """Counts one model call: kept tokens of each row in it, query tokens in sum, and query tokens with padding."""
-        self.num_model_calls += 1
-        self.num_row_forwards += len(num_kept)
-        self.num_kept_tokens += sum(num_kept)
-        self.num_query_tokens += num_query_tokens
-        self.num_padding_tokens += num_cells - num_query_tokens
-        self.kept_per_forward.update(num_kept)
+    @property
+    def slot_occupancy(self) -> float:
+        """The share of the slots that held a row, over all forwards."""
+        return self.num_slots_in_use / self.num_slot_steps if self.num_slot_steps else 0.0
+
+    def count_kept(self, num_kept: int) -> None:
+        """Counts the part of a row in a forward that could give it tokens."""
+        self.num_row_forwards += 1
+        self.num_kept_tokens += num_kept
+        self.kept_per_forward[num_kept] += 1
 
     def add(self, other: "RunStatistics") -> None:
         """Adds the counts of another engine."""
-        self.num_rows += other.num_rows
-        self.num_errors += other.num_errors
-        self.num_model_calls += other.num_model_calls
-        self.num_row_forwards += other.num_row_forwards
-        self.num_kept_tokens += other.num_kept_tokens
-        self.num_query_tokens += other.num_query_tokens
-        self.num_padding_tokens += other.num_padding_tokens
+        for each in fields(self):
+            if each.name != "kept_per_forward":
+                setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
         self.kept_per_forward.update(other.kept_per_forward)

@@ -4,7 +4,6 @@ import contextlib
 import io
 import os
 import shutil
-import tempfile
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,11 +36,14 @@ def save_training_state(engine: Any, folder: Path, *, num_steps_done: int) -> No
     torch.save(state, _random_state_path(folder, dist.get_rank()))
 
 
-def load_training_state(engine: Any, folder: Path) -> int:
+def load_training_state(engine: Any, folder: Path, scratch: Path) -> int:
     """Restores what `save_training_state` wrote, from the shares of all ranks in `folder`. All ranks must call it.
 
     Another number of ranks may go on than has saved: then the optimizer state is cut anew, and each rank keeps
     the random state it has, which its caller has seeded by rank. Any start model will do that has the same frozen weights.
+
+    Args:
+        scratch: folder of this node, another one for each rank, for what is cut anew; it is deleted before and after.
 
     Returns:
         The number of optimizer steps that were done.
@@ -55,7 +57,7 @@ def load_training_state(engine: Any, folder: Path) -> int:
         return num_steps_done
     if engine.zero_optimization_stage() == 0:  # without ZeRO the first rank has saved all of it
         return _load(engine, folder)
-    with _converted(folder) as universal:
+    with _converted(folder, scratch) as universal:
         engine._config.load_universal_checkpoint = True
         num_steps_done = _load(engine, universal)
         engine._config.load_universal_checkpoint = False
@@ -70,16 +72,16 @@ def _load(engine: Any, folder: Path) -> int:
 
 
 @contextlib.contextmanager
-def _converted(folder: Path) -> Iterator[Path]:
+def _converted(folder: Path, scratch: Path) -> Iterator[Path]:
     """DeepSpeed's universal checkpoint of a state: one file for each parameter and moment, from which each rank cuts its share.
 
-    The first rank of each node converts, into a temporary folder of that node, which needs about three times the size of the
-    state while it works.
+    The first rank of each node converts, into its `scratch`, which needs about three times the size of the state while it works.
     """
     copy = None
     if int(os.environ["LOCAL_RANK"]) == 0:
-        copy = tempfile.mkdtemp(prefix="marsray-universal-")
-        _convert(folder / _TAG, Path(copy) / _TAG)
+        shutil.rmtree(scratch, ignore_errors=True)  # what a killed conversion has left
+        copy = str(scratch)
+        _convert(folder / _TAG, scratch / _TAG)
     copies: list[tuple[str, str | None]] = [("", None)] * dist.get_world_size()
     dist.all_gather_object(copies, (os.uname().nodename, copy))
     try:

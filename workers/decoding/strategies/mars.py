@@ -1,44 +1,59 @@
-"""MARS: what a row puts into a forward, and how many of the picks it keeps.
+"""MARS: what a row puts into a forward.
 
-The query of a row is its tokens that have no keys yet, and W-1 placeholders behind them. The last token's logits give the first
-pick, placeholder j gives pick j+1 (arXiv 2604.07023). One-token decoding is the same with W = 1.
+The query of a row is its tokens that have no keys yet, its drafts (verified mode), and placeholders behind them. The logits at the
+last token and at each draft pick the tokens that one-token decoding would pick; placeholder j behind token t drafts the token at
+t + j + 1 (arXiv 2604.07023). One-token decoding is the same without drafts and placeholders.
 
-Shapes: B rows, W picks of a row, V vocabulary.
+A row without branches has one run of placeholders, behind its last draft: a rejected draft leaves nothing for the next step. With
+branches every point at which acceptance may end has a run of its own ("quadratic decoding", arXiv 2507.11851).
 """
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from workers.decoding.acceptance import ThresholdBatch, accepts_by_score, count_kept
-from workers.decoding.scheduler import Row
+from workers.decoding.scheduler import Turn
 
 
 @dataclass(frozen=True)
 class RowQuery:
-    """Query tokens of one row. The first `num_real` are tokens of the row, whose keys stay; picks are read at the last of them
-    and at everything behind it."""
+    """Query tokens of one row: real tokens, of which the last `num_drafts` are drafts, and behind them `num_runs` runs of
+    `run_length` placeholders each. `num_runs` is 1, or `num_drafts` + 1 with branches."""
 
     token_ids: list[int]
     num_real: int
+    num_drafts: int = 0
+    num_runs: int = 1
+    run_length: int = 0
 
     @property
-    def num_picks(self) -> int:
-        """W: positions whose logits are read."""
-        return len(self.token_ids) - self.num_real + 1
+    def has_branches(self) -> bool:
+        """Whether the placeholders stand behind every point of acceptance, and there is more than one."""
+        return self.num_runs > 1
 
 
-def lay_out(row: Row, mask_token_id: int) -> RowQuery:
-    """The row's pending tokens and its placeholders. The window never looks past the row's budget."""
-    pending = row.token_ids[row.num_cached :]
-    window = min(row.window, row.num_left)
-    return RowQuery(pending + [mask_token_id] * (window - 1), len(pending))
+def lay_out(turn: Turn, mask_token_id: int, *, window: int, has_branches: bool) -> RowQuery:
+    """The query of a row in a step. Nothing looks past the row's budget, or past the border of its cache block.
 
-
-def keep(logits_BWV: Tensor, token_BW: Tensor, num_picks_B: Tensor, batch: ThresholdBatch) -> Tensor:
-    """Kept picks of each row: the first, then left to right while the score passes the threshold, within the row's window."""
-    num_rows, num_picks = token_BW.shape
-    if num_picks == 1:
-        return num_picks_B
-    is_accepted_BK = accepts_by_score(logits_BWV[:, 1:], token_BW[:, 1:], batch)
-    return count_kept(is_accepted_BK).minimum(num_picks_B)
+    Args:
+        turn: the row, and how many of its pending tokens run.
+        mask_token_id: the placeholder.
+        window: W of this step: at most W - 1 drafts, and W - 1 placeholders behind each point of acceptance.
+        has_branches: whether there is more than one such point.
+    """
+    row = turn.row
+    pending = row.token_ids[row.num_cached : row.num_cached + turn.num_tokens]
+    if not turn.picks:
+        return RowQuery(pending, len(pending))
+    if row.request.decoding.mode != "verified":
+        run_length = min(window, row.room) - 1
+        return RowQuery(pending + [mask_token_id] * run_length, len(pending), run_length=run_length)
+    drafts = row.drafts[: min(window, row.room) - 1]
+    # The step keeps at least one token, and the next one too: drafts for what is then left.
+    run_length = max(min(window - 1, row.num_left - 2), 0)
+    num_runs = len(drafts) + 1 if has_branches and run_length else 1
+    return RowQuery(
+        pending + drafts + [mask_token_id] * (num_runs * run_length),
+        len(pending) + len(drafts),
+        len(drafts),
+        num_runs,
+        run_length,
+    )
