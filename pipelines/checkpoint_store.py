@@ -91,7 +91,7 @@ class CheckpointStore:
 
     def _load(self, checkpoint: Checkpoint) -> int:
         with checkpoint.as_directory() as folder:
-            return load_training_state(self._engine, Path(folder))
+            return load_training_state(self._engine, Path(folder), self._staging)
 
 
 def keep_books(folder: Path) -> None:

@@ -65,7 +65,7 @@ def train_case(
         settings = OptimizationSettings(learning_rate=1e-2, max_grad_norm=1e6, warmup_share=0.0)
         engine = build_engine(module, settings, distributed, NUM_STEPS)
         if checkpoint is not None:
-            first = load_training_state(engine, checkpoint)
+            first = load_training_state(engine, checkpoint, folder / f"scratch-{rank}")
         x_BD = torch.full((1, WIDTH), 1.0, dtype=torch.bfloat16)
         for _ in range(first, last):
             for _ in range(NUM_MICRO_BATCHES):

@@ -82,7 +82,11 @@ def train_case(
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         engine = build_engine(LossModule(model, OBJECTIVE, head_chunk=16), settings, distributed, NUM_STEPS)
         if checkpoint is not None:
-            first = load_training_state(engine, checkpoint)
+            scratch = folder / f"scratch-{rank}"
+            (scratch / "of-a-killed-conversion").mkdir(parents=True, exist_ok=True)
+            first = load_training_state(engine, checkpoint, scratch)
+            is_converting = rank == 0 and resume is not None and stage > 0
+            assert scratch.exists() != is_converting, "a conversion leaves something behind"
         train(
             engine,
             OBJECTIVE,
