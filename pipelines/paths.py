@@ -33,8 +33,12 @@ def cache_folder() -> str:
     return _expanded(os.environ.get("MARSRAY_CACHE") or "~/.cache/marsray")
 
 
-def resolve(path: str) -> str:
+def resolve(path: str, where: str = "a path of the settings", expected: str = "a file or folder") -> str:
     """An absolute path without `..` for a path of the settings; `s3://` paths pass unchanged.
+
+    Args:
+        where: the setting, for the message about an empty text.
+        expected: what should be there.
 
     Raises:
         InputError: empty, of another scheme, or in the home folder of an unknown user.
@@ -48,7 +52,7 @@ def resolve(path: str) -> str:
         )
         raise InputError(path, f"the scheme {scheme[0]}", "a path of a file system or s3://bucket/key", advice)
     if not path:
-        raise InputError("a path of the settings", "an empty text", "a file or folder")
+        raise InputError(where, "an empty text", expected)
     return os.path.normpath(home() / _expanded(path))
 
 

@@ -3,6 +3,8 @@
 import json
 import logging
 import os
+import re
+import tempfile
 import uuid
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,9 @@ _FREE_FIELDS = {
     "distributed.cpus_per_worker",
     "distributed.max_failures",
 }
+# What nobody could train again for nothing; and the data, prepared anew when its own fingerprint asks for it.
+_TRAINED = re.compile(r"[^/]+/(checkpoints/step-|model/)")
+_PREPARED = {"data", "held_out_data"}
 _logger = logging.getLogger(__name__)
 
 
@@ -55,7 +60,8 @@ class RunFolder:
     def check(self, *, overwrite: bool) -> None:
         """Refuses a folder that holds something else, or a run with other settings, or that cannot be written to.
 
-        Leaves everything as it was; on S3 a tiny object is written for a moment, since nothing else tells whether one may.
+        A run without a checkpoint may have had other settings: nothing of it is lost. Leaves everything as it was; something
+        is made for a moment, since nothing else tells whether one may.
 
         Raises:
             InputError: names the first setting that differs.
@@ -67,17 +73,31 @@ class RunFolder:
             if overwrite:
                 raise InputError("run.output", f"{self.path}, which no marsray run has made", "a run folder or none")
             raise InputError("run.output", f"{self.path}, a folder with other files", "a run folder, or a new one")
-        if overwrite:
-            return
+        if not overwrite:
+            self._begins_anew()
+
+    def _begins_anew(self) -> bool:
+        """Whether the run in the folder has had other settings, and no checkpoint yet.
+
+        Raises:
+            InputError: it has one; names the first setting that differs.
+        """
         before = json.loads(storage.read_bytes(self.join(_SETTINGS)))
-        for name in sorted(before.keys() | self._settings.keys()):
-            if name not in _FREE_FIELDS and before.get(name) != self._settings.get(name):
-                raise InputError(
-                    name,
-                    json.dumps(self._settings.get(name)),
-                    f"{json.dumps(before.get(name))}, as in the run that {self.path} holds",
-                    "Repeat that run's settings to resume it, choose another run.output, or set run.overwrite=true.",
-                )
+        names = sorted(before.keys() | self._settings.keys())
+        changed = [name for name in names if name not in _FREE_FIELDS and before.get(name) != self._settings.get(name)]
+        if changed and any(_TRAINED.match(name) for name in self._names()):
+            name = changed[0]
+            raise InputError(
+                name,
+                json.dumps(self._settings.get(name)),
+                f"{json.dumps(before.get(name))}, as in the run that {self.path} holds",
+                "Repeat that run's settings to resume it, choose another run.output, or set run.overwrite=true.",
+            )
+        return bool(changed)
+
+    def _names(self) -> list[str]:
+        """The files in the folder, relative to it."""
+        return [info.path[len(self.path) :].lstrip("/") for info in storage.list_folder(self.path)]
 
     def require_outside(self, where: str, path: str) -> None:
         """Refuses an input inside this folder, which `run.overwrite=true` would delete, or around it, which a run would change.
@@ -100,12 +120,11 @@ class RunFolder:
         folder = Path(self.path)
         try:
             nearest = next(parent for parent in (folder, *folder.parents) if parent.exists())
-        except OSError as error:  # a name that is too long, say
-            raise InputError("run.output", f"{self.path} ({error.strerror})", "a folder that can be made") from error
-        if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+            os.rmdir(tempfile.mkdtemp(prefix=".write-check-", dir=nearest))
+        except OSError as error:  # also a name that is too long
             raise InputError(
-                "run.output", f"{nearest}, in which nothing can be made", "a folder that can be written to"
-            )
+                "run.output", f"{self.path}, which cannot be made ({error.strerror})", "a folder that can be written to"
+            ) from error
 
     def finished_report(self) -> dict[str, Any] | None:
         """The report of this run when it is finished already."""
@@ -115,12 +134,20 @@ class RunFolder:
         return report
 
     def take(self, *, overwrite: bool) -> None:
-        """Makes the folder this run's own; with `overwrite`, an earlier run in it is deleted."""
+        """Makes the folder this run's own; with `overwrite`, an earlier run in it is deleted.
+
+        Raises:
+            InputError: as `check`; another job may have been there since.
+        """
         if overwrite:
             # The report goes first: what a kill leaves of the earlier run must not look finished.
             storage.delete(self.report_path)
             storage.delete(self.path)
-        if self._is_run():
+        if self._is_run() and self._begins_anew():
+            _logger.info("beginning anew in %s: it had other settings and no checkpoint", self.path)
+            for name in sorted({name.split("/")[0] for name in self._names()} - {*_PREPARED, _SETTINGS}):
+                storage.delete(self.join(name))
+        elif self._is_run():
             _logger.info("resuming the run in %s", self.path)
         storage.publish_bytes(self.join(_SETTINGS), json.dumps(self._settings, indent=1).encode())
 

@@ -38,7 +38,7 @@ def run_training(recipe: TrainRecipe, *, dry_run: bool = False) -> dict[str, Any
     Raises:
         InputError: for everything that the user can mend, before work starts where it can be known then.
     """
-    run = RunFolder(resolve(recipe.run.output), recipe)
+    run = RunFolder(resolve(recipe.run.output, "run.output", "a folder for the run, local or s3://"), recipe)
     run.check(overwrite=recipe.run.overwrite)
     finished = None if recipe.run.overwrite else run.finished_report()
     if finished is not None and not dry_run:

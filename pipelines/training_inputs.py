@@ -57,8 +57,12 @@ class TrainingInputs:
     ) -> None:
         self._model, self._seed, self._run, self._lora = model, seed, run, lora
         self._is_example = not data.train
-        shards = (run.join("example", "train"),) if self._is_example else tuple(resolve(path) for path in data.train)
-        held_out = tuple(resolve(path) for path in data.held_out)
+        shards = (
+            (run.join("example", "train"),)
+            if self._is_example
+            else tuple(resolve(path, "data.train") for path in data.train)
+        )
+        held_out = tuple(resolve(path, "data.held_out") for path in data.held_out)
         self._data = data.model_copy(update={"train": shards, "held_out": held_out})
 
     def check(self) -> None:
@@ -75,8 +79,8 @@ class TrainingInputs:
         if self._data.held_out:
             self._check_held_out({storage.real_path(shard.path) for shard in shards})
         if self._model.path is not None:
-            self._run.require_outside("model.path", resolve(self._model.path))
-            self._check_model(resolve(self._model.path))
+            self._run.require_outside("model.path", resolve(self._model.path, "model.path"))
+            self._check_model(resolve(self._model.path, "model.path"))
 
     def _check_held_out(self, trained: set[str]) -> None:
         for shard in inspect_shards(self._data, self._data.held_out, "data.held_out"):
@@ -90,7 +94,7 @@ class TrainingInputs:
         """The start model and the settings of the data, both in place now."""
         if self._is_example:
             self._write_example()
-        path = None if self._model.path is None else resolve(self._model.path)
+        path = None if self._model.path is None else resolve(self._model.path, "model.path")
         if path is not None and not is_gguf(path):
             return self._start_model(path), self._data
         folder = self._run.join("initial_model")

@@ -98,6 +98,8 @@ def test_other_schemes_are_refused(path: str) -> None:
 def test_no_path_and_unknown_users_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match="empty"):
         resolve("")
+    with pytest.raises(InputError, match=r"run\.output: found an empty text; expected a run folder"):
+        resolve("", "run.output", "a run folder")
     with pytest.raises(InputError, match="home folder"):
         resolve("~no-such-user/x")
     monkeypatch.setenv("MARSRAY_HOME", "s3://bucket/x")

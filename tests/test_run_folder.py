@@ -19,11 +19,13 @@ def test_an_input_inside_the_run_folder_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-@pytest.mark.parametrize("name", ["file", "file/run", "x" * 300])
+@pytest.mark.parametrize("name", ["file", "file/run", "x" * 300, "/proc/run"])
 def test_outputs_that_cannot_be_made_are_refused(name, overwrite, tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(InputError, match=r"run\.output"):
+    with pytest.raises(InputError, match=r"run\.output: found .*which cannot be made"):
         RunFolder(str(tmp_path / name), TrainSftRecipe()).check(overwrite=overwrite)
+    RunFolder(str(tmp_path / "run"), TrainSftRecipe()).check(overwrite=overwrite)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_changed_inputs_are_refused_and_the_same_ones_are_not(tmp_path):
@@ -40,6 +42,7 @@ def test_a_run_may_go_on_with_another_number_of_workers_but_no_other_zero_stage(
         return RunFolder(str(tmp_path / "run"), TrainSftRecipe(distributed=DistributedSettings(**changes)))
 
     run(num_workers=2).take(overwrite=False)
+    storage.publish_bytes(str(tmp_path / "run" / "mars" / "checkpoints" / "step-00000002" / "part"), b"")
     run(num_workers=3).check(overwrite=False)
     with pytest.raises(InputError, match=r"distributed\.zero_stage: found 3; expected 2"):
         run(num_workers=2, zero_stage=3).check(overwrite=False)
@@ -58,7 +61,7 @@ def test_a_run_is_taken_resumed_finished_and_overwritten(place):
     assert storage.is_empty(path)
     run.take(overwrite=False)
     run.bind({"data.train": "a", "model.path": "b"})
-    storage.publish_bytes(run.join("data", "part"), b"")
+    storage.publish_bytes(run.join("sft", "model", "config.json"), b"")
     same = RunFolder(path, TrainSftRecipe(run={"log_every": 3}))
     same.check(overwrite=False)
     with pytest.raises(InputError, match=r"data\.train"):
@@ -72,6 +75,32 @@ def test_a_run_is_taken_resumed_finished_and_overwritten(place):
     other.check(overwrite=True)
     other.take(overwrite=True)
     assert [info.path for info in storage.list_folder(path)] == [f"{path}/run.json"]
+
+
+def test_a_run_without_a_checkpoint_is_begun_anew_with_other_settings(place):
+    """Corrected, an option that had failed before the first step was refused as another run's."""
+    path = f"{place}/run"
+    run = RunFolder(path, TrainSftRecipe())
+    run.take(overwrite=False)
+    run.bind({"data.train": "a", "model.path": "b"})
+    prepared = ["data/index.json", "held_out_data/index.json"]
+    for name in (*prepared, "initial_model/model.safetensors", "sft/metrics.jsonl", "sft/checkpoints/snapshot.json"):
+        storage.publish_bytes(run.join(*name.split("/")), b"")
+    run.take(overwrite=False)
+    assert storage.exists(run.join("sft", "metrics.jsonl")), "the same settings go on"
+    other = RunFolder(path, TrainSftRecipe(run={"seed": 7}))
+    other.check(overwrite=False)
+    assert storage.exists(run.join("initial_model")), "a check deletes nothing"
+    other.take(overwrite=False)
+    names = [info.path.removeprefix(f"{path}/") for info in storage.list_folder(path)]
+    assert names == [*prepared, "run.json"]
+    other.bind({"data.train": "c", "model.path": "d"})
+    with pytest.raises(InputError, match=r"data\.train"):
+        other.bind({"data.train": "a", "model.path": "b"})
+    storage.publish_bytes(other.join("sft", "checkpoints", "step-00000002", "part"), b"")
+    for refusing in (lambda: run.check(overwrite=False), lambda: run.take(overwrite=False)):
+        with pytest.raises(InputError, match=r"run\.seed: found 0; expected 7"):
+            refusing()
 
 
 def test_a_folder_with_other_files_is_not_taken(place):
