@@ -20,7 +20,7 @@ from pipelines.model_folders import fetch_facts
 from pipelines.row_files import RowRange, row_ranges
 from pipelines.sft_rows import PartWriter, RejectedWriter, encode_row
 from pipelines.sft_source import NUM_INSPECTION_THREADS, MalformedLine, Shard, iterate_rows
-from workers.chat import MALFORMED_LINE, UNREADABLE_ROW, Rejected
+from workers.chat import MALFORMED_LINE, NOT_UTF_8, UNREADABLE_ROW, Rejected
 from workers.config import DataSettings
 from workers.errors import InputError
 
@@ -130,7 +130,8 @@ def write_rows(task: Task, preparation: Preparation) -> dict[str, Any]:
         for number, row in iterate_rows(shard, settings, task.rows):
             try:
                 if isinstance(row, MalformedLine):
-                    raise Rejected(UNREADABLE_ROW if shard.is_parquet else MALFORMED_LINE, row.detail)
+                    kind = MALFORMED_LINE if row.is_utf8 else NOT_UTF_8
+                    raise Rejected(UNREADABLE_ROW if shard.is_parquet else kind, row.detail)
                 conversation = encode_row(
                     tokenizer, row, settings, mask_token_id=preparation.mask_token_id, end_ids=preparation.end_ids
                 )

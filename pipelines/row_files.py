@@ -8,7 +8,7 @@ A file of rows is Parquet, or JSONL that is plain or compressed. The rules, the 
   name the row, from 0, of a Parquet file and the line, from 1, of a JSONL file, so any editor finds it.
 - A line that is no JSON object, is longer than `MAX_LINE_BYTES` or nests deeper than `MAX_DEPTH`, and a row of Parquet that
   has no Python value (text that is no UTF-8, a date that no calendar has), are malformed rows; the rows after them are read.
-- A file of 0 bytes, one that breaks off, and one that has two columns of one name are refused by name.
+- A file of 0 bytes, one that breaks off, JSONL in UTF-16, and one that has two columns of one name are refused by name.
 """
 
 import codecs
@@ -35,6 +35,9 @@ BATCH_ROWS = 256
 COLUMN_BUFFER_BYTES = 1 << 20
 MAX_LINE_BYTES = 64 << 20
 MAX_DEPTH = 100  # what is deeper can be parsed, but not always pickled
+
+_TO_UTF_8 = "Convert it: iconv -f UTF-16 -t UTF-8 FILE > NEW_FILE"
+_UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, "{".encode("utf-16-le"), "{".encode("utf-16-be"))
 
 _logger = logging.getLogger(__name__)
 
@@ -75,6 +78,7 @@ class MalformedLine:
     """Stands for a line of JSONL that is not a row, or for what a row of Parquet has and Python cannot hold."""
 
     detail: str
+    is_utf8: bool = True
 
 
 def list_row_files(paths: Sequence[str], where: str, what: str = "shard") -> tuple[RowFile, ...]:
@@ -161,12 +165,14 @@ def json_lines(file: RowFile) -> Iterator[tuple[int, dict[str, Any] | MalformedL
     """The rows of a JSONL file with their numbers. Memory is bounded by one line.
 
     Raises:
-        InputError: the file is damaged; names the line up to which it could be read.
+        InputError: the file is in UTF-16, or damaged; names the line up to which it could be read.
     """
     number = 0
     with storage.open_input(file.path) as stream:
         try:
             while line := stream.readline(MAX_LINE_BYTES):
+                if not number and line.startswith(_UTF_16):
+                    raise InputError(file.path, "text in UTF-16", "JSONL in UTF-8", _TO_UTF_8)
                 if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n") and _skip_line(stream):
                     yield number, MalformedLine(f"a line of more than {MAX_LINE_BYTES} bytes")
                 elif line.removeprefix(codecs.BOM_UTF8).strip():
@@ -264,7 +270,11 @@ def _skip_line(stream: BinaryIO) -> bool:
 
 def _parse_line(line: bytes) -> dict[str, Any] | MalformedLine:
     try:
-        row = json.loads(line.decode("utf-8-sig"))
+        text = line.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        return MalformedLine(f"not UTF-8: byte 0x{line[error.start]:02x} at {error.start}", is_utf8=False)
+    try:
+        row = json.loads(text)
     except (ValueError, RecursionError) as error:
         return MalformedLine(f"not JSON: {error}")
     if not isinstance(row, dict):

@@ -87,16 +87,23 @@ def test_a_parquet_file_that_is_damaged_inside_says_from_which_row(tmp_path: Pat
         write_rows(task, preparation)
 
 
-@pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])
-def test_a_file_that_is_no_utf_8_is_rejected_line_by_line(tmp_path: Path, tokenizer_folder: str, encoding: str) -> None:
-    text = "".join(json.dumps(turns(f"é{i}", "b"), ensure_ascii=False) + "\n" for i in range(3))
-    write_lines(tmp_path / "in" / "a.jsonl", [GOOD])
-    (tmp_path / "in" / "b.jsonl").write_bytes(text.encode(encoding))
+def test_lines_that_are_no_utf_8_are_rejected_as_such(tmp_path: Path, tokenizer_folder: str) -> None:
+    """They were called malformed JSON."""
+    lines = [json.dumps(turns(text, "b"), ensure_ascii=False) for text in ("a", "\u00e9", "c")]
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.jsonl").write_bytes("\n".join(lines).encode("latin-1"))
     prepared, rejected = prepare_here(tmp_path, tokenizer_folder)
-    assert [row["file"] for row in prepared] == [0]
-    assert {row["reason"] for row in rejected} == {chat.MALFORMED_LINE}
-    assert "'utf-8' codec can't decode" in rejected[0]["detail"]
-    assert len(rejected) >= 3
+    assert [row["row"] for row in prepared] == [0, 2]
+    assert [(row["row"], row["reason"]) for row in rejected] == [(1, chat.NOT_UTF_8)]
+    assert rejected[0]["detail"].startswith("not UTF-8: byte 0xe9 at ")
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
+def test_a_file_in_utf_16_is_refused_by_name(tmp_path: Path, encoding: str) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.jsonl").write_bytes((json.dumps(GOOD) + "\n").encode(encoding))
+    with pytest.raises(InputError, match=r"a\.jsonl: found text in UTF-16; expected JSONL in UTF-8\. .*iconv"):
+        inspect_shards(DataSettings(train=(str(tmp_path / "in"),)))
 
 
 def test_windows_line_ends_and_a_missing_last_one_change_nothing(tmp_path: Path, tokenizer_folder: str) -> None:

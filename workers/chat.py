@@ -30,6 +30,7 @@ MISSING_COLUMN = "missing column"
 MASK_AMONG_TOKENS = "mask id among the tokens"
 NO_LABEL_LEFT = "no label left after truncation"
 MALFORMED_LINE = "malformed JSON line"
+NOT_UTF_8 = "not UTF-8"
 UNREADABLE_ROW = "unreadable row"
 TOO_LONG = "longer than the limit"
 REWRITTEN_TURNS = "template rewrites earlier turns"
@@ -46,6 +47,7 @@ REJECTION_REASONS = (
     MASK_AMONG_TOKENS,
     NO_LABEL_LEFT,
     MALFORMED_LINE,
+    NOT_UTF_8,
     UNREADABLE_ROW,
     TOO_LONG,
     REWRITTEN_TURNS,
