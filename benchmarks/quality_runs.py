@@ -97,6 +97,7 @@ def decode(variant: Variant, model: str, prompts: str, output: str) -> Evaluatio
         output=output,
         thresholds=() if is_ar else (THRESHOLD,),
         windows=() if is_ar else WINDOWS,
+        verified_windows=(),
         decoding=EvaluationDecodingSettings(max_new_tokens=128, num_slots=16),
         actors=ActorSettings(num_actors=1, num_cpus=0.75),
     )
@@ -112,7 +113,7 @@ def outcome_of(
     by_mode = {(row.mode, row.window): row for row in report.rows}
     one_token = by_mode["one_token", 1]
     tau = {
-        window: (row.accuracy or 0.0, row.tokens_per_forward)
+        int(window): (row.accuracy or 0.0, row.tokens_per_forward)
         for (mode, window), row in by_mode.items()
         if mode == "tau"
     }

@@ -7,14 +7,12 @@ come from it; other prompts get figures without an accuracy.
 
 import json
 import logging
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
-
-import pyarrow.parquet as pq
+from typing import Any, Literal
 
 from pipelines import model_folders, storage
+from pipelines.answer_scores import accuracy, score, tokens_by_id, validate_quickstart
 from pipelines.generation import (
     EXIT_DONE,
     GenerationPlan,
@@ -29,19 +27,17 @@ from pipelines.generation import (
 from pipelines.inference_pool import InferencePool
 from pipelines.prompt_preflight import RESULT_COLUMNS
 from pipelines.prompt_rows import json_rows
-from pipelines.quickstart_task import validate_answer
 from pipelines.reports import environment, publish_report, text_table
 from pipelines.row_files import parquet_schema
 from pipelines.work_units import list_prompt_files
 from workers.config import DecodingSettings, EvaluateRecipe, GenerateRecipe, PromptSettings
+from workers.decoding.request import allowed_window
 from workers.errors import InputError
 from workers.models.folder import read_multi_token_settings
 
 _REPORT = "report.json"
+_ONE_TOKEN = "one_token"
 _logger = logging.getLogger(__name__)
-
-# A validator looks at an output row with its prompt and says `ok`, what is wrong, or None for a prompt that it does not know.
-Validator = Callable[[Mapping[str, Any], str], str | None]
 
 
 @dataclass(frozen=True)
@@ -49,6 +45,8 @@ class SettingReport:
     """One row of the table.
 
     Attributes:
+        window: W, or `auto`; `forwards_per_window` says what that was.
+        num_identical: answers with the very tokens of one-token decoding.
         accuracy: see `accuracy`; None without a validator for these prompts.
         verdicts: scored answers by verdict; `ok` are the valid ones.
     """
@@ -56,15 +54,17 @@ class SettingReport:
     name: str
     mode: str
     threshold: float | None
-    window: int
+    window: int | str
     num_rows: int
     num_errors: int
+    num_identical: int
     num_scored: int
     accuracy: float | None
     verdicts: dict[str, int]
     num_generated_tokens: int
     tokens_per_forward: float
     query_tokens_per_token: float
+    forwards_per_window: dict[str, int]
     tokens_per_second: float
     seconds: float
 
@@ -87,12 +87,23 @@ class EvaluationReport:
             "threshold",
             "window",
             "accuracy",
+            "num_identical",
             "tokens_per_forward",
             "query_tokens_per_token",
             "tokens_per_second",
             "num_errors",
         )
-        headers = ("mode", "tau", "window", "accuracy", "tokens/forward", "query/token", "tokens/s", "errors")
+        headers = (
+            "mode",
+            "tau",
+            "window",
+            "accuracy",
+            "as one token",
+            "tokens/forward",
+            "query/token",
+            "tokens/s",
+            "errors",
+        )
         return text_table(headers, [[getattr(row, column) for column in columns] for row in self.rows])
 
 
@@ -115,7 +126,7 @@ def run_evaluation(recipe: EvaluateRecipe, *, dry_run: bool = False) -> Evaluati
         )
     )
     base = base.model_copy(update={"prompts": _with_prompts_in_output(base.prompts)})
-    recipes = settings_grid(base, recipe.thresholds, recipe.windows)
+    recipes = settings_grid(base, recipe.thresholds, recipe.windows, recipe.verified_windows)
     manifests = {name: open_manifest(each) for name, each in recipes.items()}
     finished = {name: manifest.check(overwrite=recipe.overwrite) for name, manifest in manifests.items()}
     # The input is the same for all settings, so it is read and checked once.
@@ -125,7 +136,8 @@ def run_evaluation(recipe: EvaluateRecipe, *, dry_run: bool = False) -> Evaluati
     if dry_run:
         return None
     generated = _generate(plans, finished)
-    rows = tuple(_setting_report(name, plans[name], report) for name, report in generated.items())
+    reference = tokens_by_id(plans[_ONE_TOKEN].recipe.output)
+    rows = tuple(_setting_report(name, plans[name], report, reference) for name, report in generated.items())
     report = EvaluationReport(
         rows=rows,
         model=first.setup.folder,
@@ -139,58 +151,29 @@ def run_evaluation(recipe: EvaluateRecipe, *, dry_run: bool = False) -> Evaluati
 
 
 def settings_grid(
-    base: GenerateRecipe, thresholds: tuple[float, ...], windows: tuple[int, ...]
+    base: GenerateRecipe,
+    thresholds: tuple[float, ...],
+    windows: tuple[int, ...],
+    verified_windows: tuple[int | Literal["auto"], ...] = (),
 ) -> dict[str, GenerateRecipe]:
-    """The recipes of one-token decoding and of each threshold at each window, by the name of their sub-folder."""
-    shared = base.decoding.model_dump(exclude={"mode", "threshold", "window"})
+    """The recipes of one-token decoding, of verified decoding at its windows, and of each threshold at each window, by the name of
+    their sub-folder."""
+    shared = base.decoding.model_dump(exclude={"mode", "threshold", "window", "draft_branches"})
 
     def variant(name: str, **own: Any) -> GenerateRecipe:
         decoding = DecodingSettings(**shared, **own)
         return base.model_copy(update={"decoding": decoding, "output": storage.join(base.output, name)})
 
-    grid = {"one_token": variant("one_token", mode="one_token")}
+    grid = {_ONE_TOKEN: variant(_ONE_TOKEN, mode="one_token")}
+    for width in verified_windows:
+        name = f"verified_window_{width}"
+        grid[name] = variant(name, mode="verified", window=width)
     for window in windows or (None,):
         for threshold in thresholds:
             # repr tells any two floats apart.
             name = f"tau_{threshold!r}".removesuffix(".0") + (f"_window_{window}" if window is not None else "")
             grid[name] = variant(name, mode="tau", threshold=threshold, window=window)
     return grid
-
-
-def validate_quickstart(row: Mapping[str, Any], answer: str) -> str | None:
-    """The verdict of the quickstart task's validator, or None when the prompt is not one of that task."""
-    prompt = {name: row[name] for name in ("messages", "prompt") if row.get(name) is not None}
-    try:
-        return validate_answer(prompt, answer).reason
-    except InputError:
-        return None
-
-
-def score(output: str, prompts: PromptSettings, validator: Validator) -> Counter[str]:
-    """The verdicts on the answers in an output folder; answers to prompts that the validator does not know are left out."""
-    verdicts: Counter[str] = Counter()
-    names = {prompts.prompt_column: "prompt", prompts.messages_column: "messages"}
-    for info in storage.list_folder(output):
-        if not info.path[len(output.rstrip("/")) + 1 :].startswith("part-"):
-            continue
-        with storage.open_read(info.path) as file:
-            columns = ["text", *prompts.passthrough]
-            for row in pq.read_table(file, columns=columns).to_pylist():
-                verdict = validator({names.get(name, name): value for name, value in row.items()}, row["text"])
-                if verdict is not None:
-                    verdicts[verdict] += 1
-    return verdicts
-
-
-def accuracy(verdicts: Mapping[str, int], num_errors: int) -> float | None:
-    """Valid answers / rows of the validator's task, where a row without an answer is a wrong one; None for another task.
-
-    Args:
-        verdicts: of `score`.
-        num_errors: rows without an answer; they count as rows of the task when any of the answers belongs to it.
-    """
-    num_scored = sum(verdicts.values())
-    return verdicts.get("ok", 0) / (num_scored + num_errors) if num_scored else None
 
 
 def _check_grid(first: GenerationPlan, recipes: Sequence[GenerateRecipe]) -> None:
@@ -244,22 +227,34 @@ def _with_prompts_in_output(prompts: PromptSettings) -> PromptSettings:
     return prompts.model_copy(update={"passthrough": (*prompts.passthrough, *wanted)})
 
 
-def _setting_report(name: str, plan: GenerationPlan, report: GenerationReport) -> SettingReport:
+def _setting_report(
+    name: str, plan: GenerationPlan, report: GenerationReport, reference: Mapping[str | int, int]
+) -> SettingReport:
     decoding = plan.recipe.decoding
+    tokens = tokens_by_id(plan.recipe.output)
     verdicts = score(plan.recipe.output, plan.recipe.prompts, validate_quickstart)
     return SettingReport(
         name=name,
         mode=decoding.mode,
         threshold=decoding.threshold,
-        window=1 if decoding.mode == "one_token" else decoding.window or plan.setup.block_size,
+        window=_window(decoding, plan.setup.block_size),
         num_rows=report.num_rows,
         num_errors=report.num_errors,
+        num_identical=sum(reference.get(row) == answer for row, answer in tokens.items()),
         num_scored=verdicts.total(),
         accuracy=accuracy(verdicts, report.num_errors),
         verdicts=dict(verdicts),
         num_generated_tokens=report.num_generated_tokens,
         tokens_per_forward=report.tokens_per_forward,
         query_tokens_per_token=report.query_tokens_per_token,
+        forwards_per_window=report.forwards_per_window,
         tokens_per_second=report.tokens_per_second,
         seconds=report.seconds,
     )
+
+
+def _window(decoding: DecodingSettings, block_size: int) -> int | str:
+    """The window as set; a threshold that keeps no draft makes it 1 in effect, which the tokens per forward show."""
+    if decoding.mode == "tau":
+        return decoding.window or block_size
+    return allowed_window(decoding, block_size)

@@ -43,6 +43,7 @@ class GenerationReport:
         tokens_per_forward: generated tokens / forwards, sum over sum.
         query_tokens_per_token: tokens and placeholders that the model processed, prompts included / generated tokens.
         kept_per_forward: how often a forward kept 1, 2, ... tokens of a row.
+        forwards_per_window: how many forwards of a row had which window.
         tokens_per_second: generated tokens of this start of the job / `seconds`.
         seconds: wall time of this start from the first ready actor to the last unit, so without loading.
         num_units, num_units_before: units of the set; those that an earlier start had finished.
@@ -60,6 +61,7 @@ class GenerationReport:
     tokens_per_forward: float
     query_tokens_per_token: float
     kept_per_forward: dict[str, int]
+    forwards_per_window: dict[str, int]
     tokens_per_second: float
     seconds: float
     num_units: int
@@ -89,6 +91,7 @@ class GenerationReport:
             text_table(headers, rows)
             for headers, rows in (
                 (("kept tokens", "forwards"), sorted(kept)),
+                (("window", "forwards"), list(self.forwards_per_window.items())),
                 (("error", "rows"), sorted(self.errors.items())),
             )
             if rows
@@ -203,12 +206,12 @@ def _inspect(folder: str, decoding: DecodingSettings, uses_gpu: bool) -> ModelSe
         return ModelSetup(
             folder, settings.mask_token_id, settings.block_size, settings.prompt_format, facts.end_ids, uses_gpu
         )
-    if decoding.mode != "one_token":
+    if decoding.mode == "tau":
         raise InputError(
             "decoding.mode",
-            f"{decoding.mode}, but {folder} was not trained to predict several tokens (it has no marsray.json)",
-            "one_token for an ordinary model",
-            "Set decoding.mode=one_token, or train the model with jobs/train_mars.py.",
+            f"tau, but {folder} was not trained to predict several tokens (it has no marsray.json)",
+            "one_token or verified for an ordinary model",
+            "Leave decoding.mode and decoding.threshold out, or train the model with jobs/train_mars.py.",
         )
     mask_token_id = find_placeholder(tokenizer, facts.vocab_size).token_id
     prompt_format: PromptFormat = "chat" if tokenizer.chat_template else "raw"
@@ -270,6 +273,7 @@ def execute(plan: GenerationPlan, pool: InferencePool, title: str = "generate") 
         tokens_per_forward=totals.num_generated_tokens / max(1, totals.num_forwards),
         query_tokens_per_token=totals.num_query_tokens / max(1, totals.num_generated_tokens),
         kept_per_forward=dict(sorted(totals.kept_per_forward.items(), key=lambda kept: int(kept[0]))),
+        forwards_per_window=dict(totals.forwards_per_window),
         tokens_per_second=(totals.num_generated_tokens - num_tokens_before) / seconds,
         seconds=seconds,
         num_units=totals.num_units,

@@ -1,7 +1,7 @@
 """What runs inside one actor of the pool: a model, a decoding engine, and the units that are decoded on it at the moment.
 
-The methods are coroutines on one thread: while one unit waits for its last rows, the next one has its rows in the same
-engine already, so the slots stay full across units.
+The methods are coroutines that share one engine: while one unit waits for its last rows, the next one has its rows in the engine
+already, so the slots stay full across units.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from pipelines.work_units import UnitRows
 from workers.config import DecodingSettings, PromptFormat, PromptSettings, RowDecodingSettings
 
 if TYPE_CHECKING:
-    from workers.decoding.engine import DecodingEngine
+    from workers.decoding.async_engine import AsyncEngine
     from workers.decoding.request import Result
 
 ERROR_FIELDS = (("error_code", pa.string()), ("message", pa.string()), ("location", pa.string()))
@@ -62,6 +62,10 @@ class OutputTask:
             ("num_generated_tokens", pa.int32()),
             ("num_forwards", pa.int32()),
         ]
+        if self.decoding.logprobs:
+            fields.append(("logprobs", pa.list_(pa.float32())))
+        if self.decoding.window == "auto":  # in tau mode the text depends on it
+            fields.append(("forwards_per_window", pa.map_(pa.string(), pa.int32())))
         return pa.schema([*pa.schema(fields), *self.extra])
 
     def error_schema(self) -> pa.Schema:
@@ -74,9 +78,8 @@ class InferenceActor:
 
     def __init__(self, setup: ModelSetup, decoding: DecodingSettings) -> None:
         self._setup, self._decoding = setup, decoding
-        self._engine: DecodingEngine | None = None
+        self._engine: AsyncEngine | None = None
         self._tokenizer: Any = None
-        self._owners: dict[int, tuple[dict[int, Result | RowFault], int]] = {}
 
     async def load(self) -> float:
         """Loads model and tokenizer; returns the seconds that took.
@@ -86,6 +89,7 @@ class InferenceActor:
         """
         import torch
 
+        from workers.decoding.async_engine import AsyncEngine
         from workers.decoding.engine import DecodingEngine
         from workers.models.folder import load_tokenizer
         from workers.models.loading import load_causal_lm
@@ -97,7 +101,7 @@ class InferenceActor:
         folder = fetch(self._setup.folder)
         model = load_causal_lm(folder, dtype=torch.bfloat16 if self._setup.uses_gpu else torch.float32)
         self._tokenizer = load_tokenizer(folder)
-        self._engine = DecodingEngine(
+        engine = DecodingEngine(
             model.to(device),
             self._tokenizer,
             mask_token_id=self._setup.mask_token_id,
@@ -106,8 +110,11 @@ class InferenceActor:
             num_slots=self._decoding.num_slots,
             max_length=self._decoding.max_length,
             cache=self._decoding.cache,
+            cache_block=self._decoding.cache_block,
+            prefill_chunk=self._decoding.prefill_chunk,
             run_seed=self._decoding.seed or 0,
         )
+        self._engine = AsyncEngine(engine)
         return time.monotonic() - started
 
     async def decode_unit(self, task: OutputTask, unit_rows: UnitRows) -> UnitEntry:
@@ -127,24 +134,12 @@ class InferenceActor:
             prompts=task.prompts,
             decoding=task.decoding,
         )
-        outcomes: dict[int, Result | RowFault] = {}
-        for place, row in enumerate(unit_rows.rows):
-            request = builder.build(row)
-            if isinstance(request, RowFault):
-                outcomes[place] = request
-                continue
-            ticket, refused = engine.submit(request)
-            if refused is not None:
-                outcomes[place] = refused
-            else:
-                self._owners[ticket] = (outcomes, place)
-        while len(outcomes) < len(unit_rows.rows):
-            # Whichever unit is awake takes the step for all; results find their unit by ticket.
-            for ticket, result in engine.step():
-                owner, place = self._owners.pop(ticket)
-                owner[place] = result
-            await asyncio.sleep(0)
-        return outcomes
+        built = [builder.build(row) for row in unit_rows.rows]
+        requests = [request for request in built if not isinstance(request, RowFault)]
+        results = iter(await asyncio.gather(*map(engine.generate, requests)))
+        return {
+            place: request if isinstance(request, RowFault) else next(results) for place, request in enumerate(built)
+        }
 
 
 def _publish(task: OutputTask, unit_rows: UnitRows, outcomes: dict[int, "Result | RowFault"]) -> UnitEntry:
@@ -178,7 +173,8 @@ def _publish(task: OutputTask, unit_rows: UnitRows, outcomes: dict[int, "Result 
         num_generated_tokens=sum(len(result.token_ids) for _, result in results),
         num_forwards=sum(result.num_forwards for _, result in results),
         num_query_tokens=sum(result.num_query_tokens for _, result in results),
-        kept_per_forward=_histogram(result for _, result in results),
+        kept_per_forward=_sorted_sum(result.kept_per_forward for _, result in results),
+        forwards_per_window=_sorted_sum(result.forwards_per_window for _, result in results),
     )
     publish_entry(task.output, entry)
     return entry
@@ -193,15 +189,17 @@ def _result_row(row_id: str | int | None, result: "Result") -> dict[str, Any]:
         "num_prompt_tokens": result.num_prompt_tokens,
         "num_generated_tokens": len(result.token_ids),
         "num_forwards": result.num_forwards,
+        "logprobs": result.logprobs,
+        "forwards_per_window": list(result.forwards_per_window.items()),
     }
 
 
-def _histogram(results: Iterable["Result"]) -> dict[str, int]:
-    """How often a forward kept 1, 2, ... tokens of a row; the keys are strings, as in the JSON of an entry."""
-    counts: Counter[int] = Counter()
-    for result in results:
-        counts.update(result.kept_per_forward)
-    return {str(num_kept): counts[num_kept] for num_kept in sorted(counts)}
+def _sorted_sum(histograms: Iterable[Counter[int] | Counter[str]]) -> dict[str, int]:
+    """The sum of histograms; the keys are strings, as in the JSON of an entry."""
+    counts: Counter[str] = Counter()
+    for histogram in histograms:
+        counts.update({str(key): count for key, count in histogram.items()})
+    return {key: counts[key] for key in sorted(counts, key=lambda key: (int(key.split("+")[0]), key))}
 
 
 def _write(name: str, folder: str, table: pa.Table) -> None:

@@ -29,7 +29,7 @@ from workers.errors import InputError
 _MANIFEST, _JOB, _UNIT, _SUCCESS, REPORT = "_manifest", "job.json", "unit-", "_SUCCESS", "_report.json"
 _OWN_NAMES = ("part-", "_errors/part-", f"{_MANIFEST}/", _SUCCESS, "_report.")
 # The number of slots changes the speed and not the text, so a job that ran out of memory can go on with fewer.
-_FREE_DECODING_FIELDS = {"num_slots"}
+_FREE_DECODING_FIELDS = {"num_slots", "prefill_chunk"}
 _SAMPLE_BYTES, _NUM_SAMPLES = 64 << 10, 64
 
 
@@ -46,6 +46,7 @@ class UnitEntry:
     num_forwards: int
     num_query_tokens: int = 0
     kept_per_forward: dict[str, int] = dataclass_field(default_factory=dict)
+    forwards_per_window: dict[str, int] = dataclass_field(default_factory=dict)
 
 
 @dataclass
@@ -63,6 +64,7 @@ class Totals:
     def __post_init__(self) -> None:
         self.errors: Counter[str] = Counter()
         self.kept_per_forward: Counter[str] = Counter()
+        self.forwards_per_window: Counter[str] = Counter()
 
     def add(self, entry: UnitEntry) -> None:
         """Counts one finished unit."""
@@ -75,6 +77,7 @@ class Totals:
         self.num_query_tokens += entry.num_query_tokens
         self.errors.update(entry.errors)
         self.kept_per_forward.update(entry.kept_per_forward)
+        self.forwards_per_window.update(entry.forwards_per_window)
 
 
 class Manifest:

@@ -17,7 +17,19 @@ from pipelines.row_files import (
     python_values,
 )
 
-OVERRIDE_COLUMNS = ("mode", "threshold", "window", "max_new_tokens", "temperature", "seed", "stop")
+OVERRIDE_COLUMNS = (
+    "mode",
+    "threshold",
+    "window",
+    "max_new_tokens",
+    "min_new_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "repetition_penalty",
+    "seed",
+    "stop",
+)
 
 
 @dataclass(frozen=True)

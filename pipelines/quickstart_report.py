@@ -1,91 +1,105 @@
 """The quickstart's table and `report.json`, from what its jobs have left on disk."""
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 
-from pipelines.evaluation import accuracy, score, validate_quickstart
 from pipelines.paths import resolve
 from pipelines.quickstart_task import parse_prompt
 from pipelines.reports import facts_table, publish_report, text_table
-from workers.config import PromptSettings
 from workers.models.folder import read_multi_token_settings
 
 _STAGE_NAMES = {"sft": "AR SFT", "mars": "MARS"}
-_MODE_NAMES = {"one_token": "one token", "tau": "several"}
-_JOB_FIGURES = ("num_rows", "num_errors", "tokens_per_forward", "query_tokens_per_token", "tokens_per_second")
-
-
-@dataclass(frozen=True)
-class DecodedSet:
-    """The answers of one stage's model in one decoding mode: the output folder of a generate job."""
-
-    stage: str
-    mode: str
-    output: str
+_COLUMNS = {
+    "mode": "mode",
+    "threshold": "tau",
+    "window": "window",
+    "accuracy": "accuracy",
+    "num_identical": "as one token",
+    "tokens_per_forward": "tokens/forward",
+    "tokens_per_second": "tokens/s",
+}
 
 
 def write_quickstart_report(
-    folder: str, decoded: list[DecodedSet], *, threshold: float, train_seconds: float, generate_seconds: float
+    folder: str, *, threshold: float, window: int, train_seconds: float, generate_seconds: float
 ) -> str:
-    """Scores the answers, publishes `folder/report.json` and returns the table.
+    """Publishes `folder/report.json` and returns the table.
 
     Args:
-        decoded: both stages in both modes.
-        train_seconds, generate_seconds: wall time of the training job and of all generate jobs.
+        folder: with `train`, and the evaluations `sft` and `mars`.
+        threshold: tau of the figures that the report begins with.
+        window: W of all settings but the automatic one.
+        train_seconds, generate_seconds: wall time of the training job and of both evaluations.
     """
-    figures = {(each.stage, each.mode): _figures(resolve(each.output)) for each in decoded}
-    one_token, tau = figures["mars", "one_token"], figures["mars", "tau"]
+    rows = {
+        stage: json.loads(Path(resolve(f"{folder}/{stage}/report.json")).read_text())["rows"] for stage in _STAGE_NAMES
+    }
+    ar_one_token, ar_tau = _find(rows["sft"], "one_token"), _find(rows["sft"], "tau", threshold)
+    one_token, tau = _find(rows["mars"], "one_token"), _find(rows["mars"], "tau", threshold)
+    verified, automatic = (_find(rows["mars"], "verified", window=each) for each in (window, "auto"))
     settings = read_multi_token_settings(resolve(f"{folder}/train/mars/model"))
     assert settings is not None
+    num_prompts = one_token["num_rows"]
     report = {
-        "ar_accuracy": figures["sft", "one_token"]["accuracy"],
-        "ar_tau_accuracy": figures["sft", "tau"]["accuracy"],
+        "ar_accuracy": ar_one_token["accuracy"],
+        "ar_tau_accuracy": ar_tau["accuracy"],
         "mars_one_token_accuracy": one_token["accuracy"],
         "mars_accuracy": tau["accuracy"],
         "tokens_per_forward": tau["tokens_per_forward"],
         "threshold": threshold,
+        "verified_identical": verified["num_identical"] == num_prompts,
+        "verified_tokens_per_forward": verified["tokens_per_forward"],
+        "tau_sweep": [
+            {name: row[name] for name in ("threshold", "accuracy", "tokens_per_forward")}
+            for row in sorted(rows["mars"], key=lambda row: -(row["threshold"] or 0))
+            if row["mode"] == "tau"
+        ],
+        "auto": {
+            "identical": automatic["num_identical"] == num_prompts,
+            "forwards_per_window": automatic["forwards_per_window"],
+            "tokens_per_forward": automatic["tokens_per_forward"],
+            "tokens_per_second": automatic["tokens_per_second"],
+            "one_token_tokens_per_second": one_token["tokens_per_second"],
+        },
         "block_size": settings.block_size,
-        "num_prompts": tau["num_rows"],
+        "num_prompts": num_prompts,
         "heldout_pairs_in_training": _num_shared_pairs(Path(resolve(f"{folder}/train/example"))),
         "train_seconds": round(train_seconds, 1),
         "generate_seconds": round(generate_seconds, 1),
-        "settings": {f"{stage}_{mode}": values for (stage, mode), values in figures.items()},
+        "settings": rows,
     }
     publish_report(resolve(f"{folder}/report.json"), report)
-    rows = [
-        [
-            _STAGE_NAMES[stage],
-            _MODE_NAMES[mode],
-            threshold if mode == "tau" else None,
-            values["accuracy"],
-            values["tokens_per_forward"],
-            values["tokens_per_second"],
-        ]
-        for (stage, mode), values in figures.items()
+    lines = [
+        [name, *(row[column] for column in _COLUMNS)] for stage, name in _STAGE_NAMES.items() for row in rows[stage]
     ]
-    headers = ("model", "tokens per forward", "tau", "accuracy", "tokens/forward", "tokens/s")
     facts = {
-        "held-out prompts": report["num_prompts"],
+        "held-out prompts": num_prompts,
         "of these with an operand pair seen in training": report["heldout_pairs_in_training"],
+        "forwards by automatic window": _shares(automatic["forwards_per_window"]),
         "training, seconds": report["train_seconds"],
-        "generation, seconds": report["generate_seconds"],
+        "decoding, seconds": report["generate_seconds"],
         "report": resolve(f"{folder}/report.json"),
     }
-    return text_table(headers, rows) + "\n" + facts_table(facts)
+    return text_table(("model", *_COLUMNS.values()), lines) + "\n" + facts_table(facts)
 
 
-def _figures(output: str) -> dict[str, Any]:
-    job = json.loads((Path(output) / "_report.json").read_text())
-    verdicts = score(output, PromptSettings(passthrough=("messages",)), validate_quickstart)
-    return {
-        "accuracy": accuracy(verdicts, job["num_errors"]),
-        "verdicts": dict(verdicts),
-        **{name: job[name] for name in _JOB_FIGURES},
-    }
+def _find(
+    rows: list[dict[str, Any]], mode: str, threshold: float | None = None, window: int | str | None = None
+) -> dict[str, Any]:
+    """The row of a setting."""
+    return next(
+        row for row in rows if row["mode"] == mode and row["threshold"] == threshold and window in (None, row["window"])
+    )
+
+
+def _shares(forwards_per_window: dict[str, int]) -> str:
+    """For people: which windows had which share of the forwards, the commonest first."""
+    total = max(1, sum(forwards_per_window.values()))
+    ranked = sorted(forwards_per_window.items(), key=lambda item: -item[1])
+    return ", ".join(f"{window}: {count / total:.0%}" for window, count in ranked)
 
 
 def _num_shared_pairs(example: Path) -> int:

@@ -14,7 +14,7 @@ from workers.config import PromptFormat, PromptSettings, RowDecodingSettings
 from workers.decoding.request import Request
 from workers.errors import InputError
 
-_INTEGER_COLUMNS = ("window", "max_new_tokens", "seed")
+_INTEGER_COLUMNS = ("window", "max_new_tokens", "min_new_tokens", "top_k", "seed")
 
 
 @dataclass(frozen=True)

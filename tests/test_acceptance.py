@@ -8,35 +8,41 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workers.config import RowDecodingSettings
-from workers.decoding.acceptance import accepts_by_score, batch_thresholds, count_kept, cut_at_end
+from workers.decoding.acceptance import accepts_by_score, batch_thresholds, count_accepted, count_matching
 
 CPU = torch.device("cpu")
 
 
 @settings(max_examples=100, deadline=None, derandomize=True, database=None)
-@given(st.data())
-def test_kept_counts_equal_a_loop(data):
-    num_rows, num_picks = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 6))
-    matrix = st.lists(
-        st.lists(st.booleans(), min_size=num_picks - 1, max_size=num_picks - 1), min_size=num_rows, max_size=num_rows
-    )
-    accepted = data.draw(matrix)
-    tokens = data.draw(
-        st.lists(
-            st.lists(st.integers(0, 4), min_size=num_picks, max_size=num_picks), min_size=num_rows, max_size=num_rows
-        )
-    )
-    end_ids = data.draw(st.sets(st.integers(0, 4), max_size=3))
-    num_kept_B = count_kept(torch.tensor(accepted, dtype=torch.bool).reshape(num_rows, num_picks - 1))
-    cut_B = cut_at_end(torch.tensor(tokens), num_kept_B, torch.tensor(sorted(end_ids), dtype=torch.int64))
-    for row in range(num_rows):
-        expected = 1
-        while expected < num_picks and accepted[row][expected - 1]:
+@given(st.lists(st.lists(st.booleans(), min_size=4, max_size=4), min_size=1, max_size=5))
+def test_accepted_counts_equal_a_loop(accepted):
+    for row, count in zip(accepted, count_accepted(torch.tensor(accepted)).tolist(), strict=True):
+        expected = 0
+        while expected < 4 and row[expected]:
             expected += 1
-        assert num_kept_B[row] == expected
-        kept = tokens[row][:expected]
-        ends = [place for place, token in enumerate(kept) if token in end_ids]
-        assert cut_B[row] == (ends[0] + 1 if ends else expected)
+        assert count == expected
+
+
+@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@given(st.data())
+def test_matching_counts_equal_a_loop(data):
+    """Drafts beyond a row's own number never count, even where they are right."""
+    num_rows, most = data.draw(st.integers(1, 5)), data.draw(st.integers(0, 5))
+    drafts, clean = (
+        data.draw(
+            st.lists(st.lists(st.integers(0, 1), min_size=size, max_size=size), min_size=num_rows, max_size=num_rows)
+        )
+        for size in (most, most + 1)
+    )
+    num_drafts = data.draw(st.lists(st.integers(0, most), min_size=num_rows, max_size=num_rows))
+    counts_B = count_matching(
+        torch.tensor(drafts).reshape(num_rows, most), torch.tensor(clean), torch.tensor(num_drafts)
+    )
+    for row in range(num_rows):
+        expected = 0
+        while expected < num_drafts[row] and drafts[row][expected] == clean[row][expected]:
+            expected += 1
+        assert counts_B[row] == expected
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
@@ -95,9 +101,3 @@ def test_a_saturated_softmax_against_the_outermost_thresholds(score, threshold, 
     assert logits_BKV.softmax(-1)[0, 0, 0] == 1.0
     batch = batch_thresholds([RowDecodingSettings(score=score, threshold=threshold)], CPU)
     assert accepts_by_score(logits_BKV, torch.tensor([[0]]), batch).tolist() == [[is_accepted]]
-
-
-def test_rows_without_end_tokens_are_not_cut():
-    token_BW = torch.tensor([[1, 2, 3], [1, 1, 1]])
-    none = torch.tensor([], dtype=torch.int64)
-    assert cut_at_end(token_BW, torch.tensor([3, 2]), none).tolist() == [3, 2]

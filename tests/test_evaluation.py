@@ -10,7 +10,8 @@ from prompt_files import BLOCK_SIZE, make_model_folder, write_jsonl, write_parqu
 from pydantic import ValidationError
 
 from pipelines import evaluation
-from pipelines.evaluation import accuracy, run_evaluation, score, settings_grid, validate_quickstart
+from pipelines.answer_scores import accuracy, score, validate_quickstart
+from pipelines.evaluation import run_evaluation, settings_grid
 from pipelines.quickstart_task import generate_problems, write_quickstart_data
 from pipelines.reports import facts_table, text_table
 from workers.config import ActorSettings, EvaluateRecipe, EvaluationDecodingSettings, GenerateRecipe, PromptSettings
@@ -104,6 +105,7 @@ def test_an_evaluation_reports_each_setting_and_a_finished_one_loads_no_model(
         prompts=PromptSettings(paths=data.heldout_paths, rows_per_unit=4),
         output=str(tmp_path / "out"),
         thresholds=(1.0, 0.0),
+        verified_windows=("auto", 3),
         decoding=EvaluationDecodingSettings(max_new_tokens=8, num_slots=4),
         actors=ActorSettings(num_cpus=0.5),
     )
@@ -111,17 +113,24 @@ def test_an_evaluation_reports_each_setting_and_a_finished_one_loads_no_model(
     report = run_evaluation(recipe)
     assert report is not None
     rows = {row.name: row for row in report.rows}
-    assert list(rows) == ["one_token", "tau_1", "tau_0"]
+    assert list(rows) == ["one_token", "verified_window_auto", "verified_window_3", "tau_1", "tau_0"]
     assert all((row.num_rows, row.num_scored, row.accuracy) == (6, 6, 0.0) for row in report.rows)
     assert rows["one_token"].tokens_per_forward == rows["tau_1"].tokens_per_forward == 1.0
     assert rows["tau_0"].tokens_per_forward > 1.5 and rows["tau_0"].window == BLOCK_SIZE
+    identical = {name: row.num_identical for name, row in rows.items() if name != "tau_0"}
+    assert set(identical.values()) == {6} and rows["tau_0"].num_identical < 6
+    assert (rows["verified_window_auto"].window, rows["verified_window_3"].window) == ("auto", 3)
+    forwards = rows["verified_window_3"].forwards_per_window
+    assert forwards == {
+        "3": round(rows["verified_window_3"].num_generated_tokens / rows["verified_window_3"].tokens_per_forward)
+    }
     assert rows["one_token"].query_tokens_per_token < rows["tau_0"].query_tokens_per_token
     texts: list[Any] = [
         ds.dataset(tmp_path / "out" / name).to_table()["token_ids"].to_pylist() for name in ("one_token", "tau_1")
     ]
     assert texts[0] == texts[1]
     assert json.loads((tmp_path / "out" / "report.json").read_text())["rows"][0]["name"] == "one_token"
-    assert len(report.table().splitlines()) == 2 + 3
+    assert len(report.table().splitlines()) == 2 + 5
     monkeypatch.setattr(evaluation, "InferencePool", None)
     assert run_evaluation(recipe) == report
 
@@ -133,6 +142,7 @@ def test_prompts_of_another_task_have_no_accuracy(ray_session: None, tmp_path: P
         prompts=PromptSettings(paths=(str(tmp_path / "in.jsonl"),)),
         output=str(tmp_path / "out"),
         thresholds=(),
+        verified_windows=(),
         decoding=EvaluationDecodingSettings(max_new_tokens=4, num_slots=2),
         actors=ActorSettings(num_cpus=0.5),
     )

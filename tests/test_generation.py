@@ -32,7 +32,7 @@ from workers.decoding.request import Request
 from workers.errors import InputError
 from workers.models.folder import load_tokenizer
 
-DECODING = DecodingSettings(max_new_tokens=6, num_slots=4)
+DECODING = DecodingSettings(mode="tau", max_new_tokens=6, num_slots=4)
 
 
 @pytest.fixture(scope="session")
@@ -312,7 +312,8 @@ def test_a_broken_model_folder_costs_nothing(ray_session: None, model_folder: st
 @pytest.mark.parametrize(
     ("arguments", "mode", "threshold"),
     [
-        ([], "tau", 0.95),
+        ([], "verified", None),
+        (["decoding.mode=tau"], "tau", 0.95),
         (["decoding.mode=tau", "decoding.threshold=0.5"], "tau", 0.5),
         (["decoding.threshold=1"], "tau", 1.0),
         (["decoding.mode=one_token"], "one_token", None),
@@ -424,7 +425,7 @@ def test_without_model_and_prompts_the_newest_example_run_is_taken(
     assert resolve_recipe(GenerateRecipe(model="other")).model == f"{tmp_path}/other"
 
 
-def test_an_ordinary_model_decodes_one_token_at_a_time_only(tmp_path: Path) -> None:
+def test_an_ordinary_model_decodes_one_token_at_a_time(tmp_path: Path) -> None:
     folder = Path(make_model_folder(tmp_path / "model"))
     assert model_setup(str(folder), DECODING, uses_gpu=False).block_size == BLOCK_SIZE
     (folder / "marsray.json").unlink()

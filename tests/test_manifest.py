@@ -52,24 +52,24 @@ def test_a_job_goes_from_new_to_resumable_to_finished(tmp_path: Path, model: str
 
 def test_resuming_with_other_settings_names_the_field(tmp_path: Path, model: str) -> None:
     output = str(tmp_path / "out")
-    Manifest(output, settings(model)).start(overwrite=False)
+    Manifest(output, settings(model, mode="tau")).start(overwrite=False)
     expected = r"decoding.threshold: found 0.5; expected 0.95, as in the job .* overwrite=true"
     with pytest.raises(InputError, match=expected):
         Manifest(output, settings(model, threshold=0.5)).check(overwrite=False)
-    Manifest(output, settings(model, num_slots=3)).check(overwrite=False)
+    Manifest(output, settings(model, mode="tau", num_slots=3)).check(overwrite=False)
     Manifest(output, settings(model, threshold=0.5)).check(overwrite=True)
     for name, other in (
         (
             "prompts.paths",
             fingerprint(
-                (PromptFile("/in/a.parquet", 11, "1", "a"),), model, PromptSettings(), DecodingSettings(), False
+                (PromptFile("/in/a.parquet", 11, "1", "a"),), model, PromptSettings(), DecodingSettings(mode="tau"), False
             ),
         ),
         (
             "prompts.rows_per_unit",
-            fingerprint(FILES, model, PromptSettings(rows_per_unit=2), DecodingSettings(), False),
+            fingerprint(FILES, model, PromptSettings(rows_per_unit=2), DecodingSettings(mode="tau"), False),
         ),
-        ("actors.num_gpus", fingerprint(FILES, model, PromptSettings(), DecodingSettings(), True)),
+        ("actors.num_gpus", fingerprint(FILES, model, PromptSettings(), DecodingSettings(mode="tau"), True)),
     ):
         with pytest.raises(InputError, match=f"^{name}: "):
             Manifest(output, other).check(overwrite=False)
@@ -84,7 +84,7 @@ def test_input_of_the_same_size_with_other_content_is_named(tmp_path: Path, mode
 
     def manifest() -> Manifest:
         files = list_prompt_files((str(folder),))
-        return Manifest(str(tmp_path / "out"), fingerprint(files, model, PromptSettings(), DecodingSettings(), False))
+        return Manifest(str(tmp_path / "out"), fingerprint(files, model, PromptSettings(), DecodingSettings(mode="tau"), False))
 
     manifest().start(overwrite=False)
     assert not manifest().check(overwrite=False)

@@ -1,6 +1,6 @@
 """Settings of batch inference and evaluation: prompts, decoding, actors."""
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -10,6 +10,7 @@ StopString = Annotated[str, Field(min_length=1)]
 Threshold = Annotated[float, Field(ge=0.0)]
 Window = Annotated[int, Field(ge=1, le=64)]
 TokenId = Annotated[int, Field(ge=0)]
+_THRESHOLD = 0.95
 
 
 class AnswerSettings(Settings):
@@ -45,13 +46,14 @@ class EngineSettings(Settings):
 class RowDecodingSettings(AnswerSettings):
     """How one row is decoded; each field may also stand in the row itself."""
 
-    mode: Literal["one_token", "tau", "verified"] = Field(
-        "verified",
-        description="one token per forward; several, exactly those of one-token decoding (verified); or several by threshold",
-    )
+    # Before the mode, which follows from it.
     threshold: Threshold | None = Field(
-        default_factory=lambda fields: 0.95 if fields.get("mode") == "tau" else None,
-        description="tau: a drafted token is kept while its score reaches this; it means mode tau, whose default is 0.95",
+        None, description="tau: a drafted token is kept while its score reaches this; means mode tau, where null is 0.95"
+    )
+    mode: Literal["one_token", "tau", "verified"] = Field(
+        default_factory=lambda fields: "verified" if fields.get("threshold") is None else "tau",
+        description="one token per forward; several, exactly those of one-token decoding (verified); or several by threshold "
+        "(tau). Verified unless there is a threshold",
     )
     window: Window | Literal["auto"] | None = Field(
         None, description="W, tokens per forward; null means auto in verified mode and the block size in tau mode"
@@ -61,21 +63,14 @@ class RowDecodingSettings(AnswerSettings):
         description="verified: placeholders behind every possible acceptance; null leaves it to the automatic window",
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _threshold_means_tau(cls, fields: Any) -> Any:
-        if isinstance(fields, dict) and fields.get("threshold") is not None and "mode" not in fields:
-            return {**fields, "mode": "tau"}
-        return fields
-
     @model_validator(mode="after")
     def _fields_belong_to_modes(self) -> Self:
         if self.mode != "tau" and self.threshold is not None:
             raise ValueError(f"no threshold with mode {self.mode}; it belongs to mode tau")
-        if self.mode == "tau" and self.threshold is None:
-            raise ValueError("a threshold with mode tau; leave it out for the default")
         if self.mode != "verified" and self.draft_branches:
             raise ValueError(f"no draft_branches with mode {self.mode}; they belong to mode verified")
+        if self.mode == "tau" and self.threshold is None:
+            object.__setattr__(self, "threshold", _THRESHOLD)
         return self
 
 
@@ -127,6 +122,9 @@ class EvaluateRecipe(Settings):
     output: str = Field("runs/evaluate", description="folder for the report and the answers of each setting")
     thresholds: tuple[Threshold, ...] = Field((0.95, 0.9, 0.7, 0.5), description="tau values beside one-token decoding")
     windows: tuple[Window, ...] = Field((), description="windows W of each tau; empty means the block size")
+    verified_windows: tuple[Window | Literal["auto"], ...] = Field(
+        ("auto",), description="windows of verified decoding; empty leaves it out"
+    )
     decoding: EvaluationDecodingSettings = Field(
         EvaluationDecodingSettings(), description="of all settings; mode, threshold and window come from the grid"
     )

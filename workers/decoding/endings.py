@@ -47,5 +47,6 @@ def _result(row: Row, text: str, finish_reason: FinishReason) -> Result:
         num_forwards=row.num_forwards,
         num_query_tokens=row.num_query_tokens,
         kept_per_forward=row.kept_per_forward,
+        forwards_per_window=row.forwards_per_window,
         logprobs=tuple(row.logprobs) if row.request.decoding.logprobs else None,
     )

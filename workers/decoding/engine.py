@@ -128,6 +128,7 @@ class DecodingEngine:
             request,
             vocab_size=self._model.vocab_size,
             mask_token_id=self._mask_token_id,
+            end_ids=self._end_ids,
             max_length=self.max_length,
             widest_branched=self._widest_branched,
         )
@@ -149,6 +150,10 @@ class DecodingEngine:
     def cancel(self, ticket: int) -> bool:
         """Forgets a request; False if it is finished or unknown. Its slot is free for the next step."""
         return self._scheduler.cancel(ticket) is not None
+
+    def clear(self) -> None:
+        """Forgets all requests."""
+        self._scheduler.clear()
 
     @torch.inference_mode()
     def step(self) -> list[Progress]:
@@ -220,8 +225,9 @@ class DecodingEngine:
                 if wishes not in chosen:
                     chosen[wishes] = self._choosers[decoding.mode].choose(num_picking, decoding.draft_branches)
                 choice = chosen[wishes]
-            query = lay_out(turn, self._mask_token_id, window=choice.window, has_branches=choice.has_branches)
-            queries.append(query)
+            if turn.picks:
+                row.forwards_per_window[choice.name] += 1
+            queries.append(lay_out(turn, self._mask_token_id, window=choice.window, has_branches=choice.has_branches))
         return queries
 
     def _commit(self, turn: Turn, query: RowQuery, picks: RowPicks | None) -> Progress | None:

@@ -8,8 +8,8 @@ slot. It sees all places before `start`, the first `limit` lanes, and the lanes 
 plain causal attention; a placeholder sees the real tokens up to its point of acceptance and the placeholders of its own run. A
 layer with a sliding window goes by positions, which repeat between runs.
 
-Shapes: N query tokens of a step, B rows, C numbers of a row, R slots of a group, Q lanes of a group, T places that are read, G query
-heads per key head.
+Shapes: N query tokens of a step, B rows, C numbers of a row, R slots of a group, Q lanes of a group, T places that are read, G
+query heads per key head.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,8 +1,8 @@
 """What the logits of a step say: the tokens that are certain, the drafts behind them, and how many of each are kept.
 
 Two kinds of picks. Clean ones stand behind real tokens only: at a row's last token and at each of its drafts; they are the tokens
-of one-token decoding, as far as the drafts before them are right. Proposals stand at placeholders, behind the last accepted draft: tau
-mode keeps some of them by threshold, verified mode drafts with them in the next step.
+of one-token decoding, as far as the drafts before them are right. Proposals stand at placeholders, behind the last accepted draft:
+tau mode keeps some of them by threshold, verified mode drafts with them in the next step.
 
 Shapes: N query tokens, B rows that pick, M most drafts of a row, C = M + 1 clean picks, K most proposals of a row, W any number of
 picks, D model width, V vocabulary.

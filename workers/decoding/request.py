@@ -2,7 +2,8 @@
 
 import hashlib
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from typing import Literal
 
 from workers.config import RowDecodingSettings
@@ -36,7 +37,8 @@ class Result:
     share of the distribution that it was drawn from (the softmax of a greedy row). `text` is without end token, without stop
     string and without what stands behind it. `num_forwards` counts the model forwards that could give the row a token,
     `num_query_tokens` the row's tokens and placeholders in all forwards, `kept_per_forward` how often the row kept 1, 2, ... tokens
-    of one. With an `error` there is no answer and no `finish_reason`.
+    of one, `forwards_per_window` how many had which window (`4+branches` with draft branches). With an `error` there is no answer
+    and no `finish_reason`.
     """
 
     id: str | int
@@ -47,6 +49,7 @@ class Result:
     num_forwards: int
     num_query_tokens: int
     kept_per_forward: Counter[int]
+    forwards_per_window: Counter[str] = field(default_factory=Counter)
     logprobs: tuple[float, ...] | None = None
     error: RowError | None = None
 
@@ -67,7 +70,13 @@ def failed_result(request: Request, error: RowError) -> Result:
 
 
 def find_error(
-    request: Request, *, vocab_size: int, mask_token_id: int, max_length: int, widest_branched: int
+    request: Request,
+    *,
+    vocab_size: int,
+    mask_token_id: int,
+    end_ids: Collection[int],
+    max_length: int,
+    widest_branched: int,
 ) -> RowError | None:
     """The first reason why the engine cannot take this request, or None.
 
@@ -77,6 +86,7 @@ def find_error(
         request: to be looked at.
         vocab_size: token ids are below it.
         mask_token_id: the placeholder.
+        end_ids: tokens that end an answer.
         max_length: prompt and answer tokens of a row.
         widest_branched: the widest window that may have draft branches.
     """
@@ -94,8 +104,9 @@ def find_error(
         )
     if any(token >= vocab_size for token in decoding.forbidden_ids):
         return RowError("invalid_settings", f"forbidden_ids must be 0..{vocab_size - 1}")
-    if len({*decoding.forbidden_ids, mask_token_id}) == vocab_size:
-        return RowError("invalid_settings", "forbidden_ids leaves no token to say")
+    early_ids = end_ids if decoding.min_new_tokens else ()
+    if len({*decoding.forbidden_ids, mask_token_id, *early_ids}) == vocab_size:
+        return RowError("invalid_settings", "forbidden_ids and min_new_tokens leave no token to say")
     if decoding.draft_branches and isinstance(decoding.window, int) and decoding.window > widest_branched:
         return RowError(
             "invalid_settings", f"draft_branches with window {decoding.window}; branches reach up to {widest_branched}"

@@ -28,6 +28,7 @@ class Row:
     num_forwards: int = 0
     num_query_tokens: int = 0
     kept_per_forward: Counter[int] = field(default_factory=Counter)
+    forwards_per_window: Counter[str] = field(default_factory=Counter)
     logprobs: list[float] = field(default_factory=list)
     slot: int = -1
 

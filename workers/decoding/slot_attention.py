@@ -70,7 +70,8 @@ def _attend(
         keys_RKTD, values_RKTD = (states[group.slots, :, : group.num_places] for states in (keys_SKPD, values_SKPD))
         outputs.append(_attend_group(group, layer_type, query_NHD, keys_RKTD, values_RKTD, scaling, softcap))
     flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return flat[step.output_N][None], None
+    # When all rows have the same number of lanes nothing is padded, and the results stand in order.
+    return (flat if len(flat) == len(query_NHD) else flat[step.output_N])[None], None
 
 
 def _attend_group(
@@ -88,7 +89,9 @@ def _attend_group(
     num_heads, width = query_NHD.shape[1:]
     num_shared = num_heads // num_key_heads
     # The heads that share keys become further queries of one head, so keys and values are never repeated in memory.
-    query = query_NHD[group.index_RQ].view(num_rows, num_lanes, num_key_heads, num_shared, width)
+    if num_rows * num_lanes != len(query_NHD):  # else they stand in order
+        query_NHD = query_NHD[group.index_RQ.flatten()]
+    query = query_NHD.reshape(num_rows, num_lanes, num_key_heads, num_shared, width)
     query = query.permute(0, 2, 3, 1, 4).reshape(num_rows, num_key_heads, num_shared * num_lanes, width)
     mask = group.folded_mask(layer_type, num_shared)
     if softcap is None:

@@ -1,6 +1,7 @@
 """Choosing the window: how many tokens to draft, so that most tokens per second are kept.
 
-A wider window keeps more tokens of a forward and makes it slower. How much slower is measured once for each number of rows; how many are kept follows from the share of drafts that were right at each depth. The choice is the one with the highest expected
+A wider window keeps more tokens of a forward and makes it slower. How much slower is measured once for each number of rows; how
+many are kept follows from the share of drafts that were right at each depth. The choice is the one with the highest expected
 tokens per second (goodput, arXiv 2406.14066); one token per forward is among the candidates. Plain Python.
 """
 
@@ -27,6 +28,11 @@ class WindowChoice:
 
     window: int
     has_branches: bool
+
+    @property
+    def name(self) -> str:
+        """As reports have it: `4`, or `4+branches`."""
+        return f"{self.window}+branches" if self.has_branches else str(self.window)
 
 
 ONE_TOKEN = WindowChoice(1, has_branches=False)
