@@ -1,0 +1,144 @@
+#!/usr/bin/env python3
+"""Whether the decoding engine is right and fast on this device: CUDA where there is any, else the CPU.
+
+    python benchmarks/device_check.py            the shape of SmolLM2-135M and a tiny trained model, float32 and bfloat16
+    python benchmarks/device_check.py --quick    few layers and short answers, for CPUs
+
+Needs torch, transformers and pydantic (which holds the settings and comes with marsray), neither Ray nor DeepSpeed. The tiny model
+is trained on the spot, so nothing is downloaded.
+
+The oracles, by counts of rows whose tokens differ: one-token decoding against a plain argmax loop that recomputes everything;
+verified decoding, whatever its window, against one-token decoding; rows in a batch against each row alone; the ragged cache and the
+block cache against none. In float32 rows may differ only where the plain model's top two logits are closer than 1e-5; a row that
+differs elsewhere, or a verified run of the trained model that never kept two tokens of one forward, makes the exit code 1. In
+bfloat16 the counts are what was measured and fail nothing. Then the tables of `decoding.py`, in the last dtype named.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from any folder
+
+import torch
+
+from benchmarks.decoding import DTYPES, add_options, fill_in, measure, subjects
+from benchmarks.decoding_methods import Decoded, Engines
+from benchmarks.decoding_models import Subject
+from benchmarks.decoding_oracles import Differences, argmax_loop, compare
+from benchmarks.decoding_report import table
+from benchmarks.decoding_work import Lengths, ragged_work
+
+ORACLE_SCALE, QUICK_ORACLE_SCALE = 0.3, 0.15
+ORACLE_ROWS, ORACLE_TOKENS, ORACLE_SLOTS = 12, 64, 5
+VERIFIED: dict[str, dict[str, Any]] = {
+    "verified, automatic window": {"mode": "verified", "window": "auto"},
+    "verified, W = 2": {"mode": "verified", "window": 2, "draft_branches": False},
+    "verified, W = 8": {"mode": "verified", "window": 8, "draft_branches": False},
+    "verified, W = 4, branches": {"mode": "verified", "window": 4, "draft_branches": True},
+    "verified, W = 8, branches": {"mode": "verified", "window": 8, "draft_branches": True},
+}
+ONE_TOKEN: dict[str, Any] = {"mode": "one_token"}
+TAU: dict[str, Any] = {"mode": "tau", "threshold": 0.9}
+
+
+@dataclass
+class Oracles:
+    """The checks of one model in one dtype: `differences` by check, `tokens_per_forward` of the runs with drafts."""
+
+    subject: Subject
+    differences: dict[str, Differences] = field(default_factory=dict)
+    tokens_per_forward: dict[str, float] = field(default_factory=dict)
+
+    def run(self, scale: float) -> None:
+        """Runs all checks on ragged rows, more of them than slots."""
+        work = ragged_work(self.subject, ORACLE_ROWS, 0, Lengths(scale, ORACLE_TOKENS))
+        engines = Engines(self.subject, ORACLE_SLOTS, work.max_length)
+        alone = Engines(self.subject, 1, work.max_length)
+
+        def check(name: str, expected: list[tuple[int, ...]], found: Decoded) -> None:
+            self.differences[name] = compare(self.subject, work, expected, found.answers)
+
+        one_token = engines.method("ragged", **ONE_TOKEN)(work)
+        check("one token = plain argmax loop", argmax_loop(self.subject, work), one_token)
+        check("one token: batched = alone", alone.method("ragged", **ONE_TOKEN)(work).answers, one_token)
+        check("one token: ragged = none", engines.method("none", **ONE_TOKEN)(work).answers, one_token)
+        check("one token: ragged = block", engines.method("block", **ONE_TOKEN)(work).answers, one_token)
+        tau = engines.method("ragged", **TAU)(work)
+        check("tau: batched = alone", alone.method("ragged", **TAU)(work).answers, tau)
+        check("tau: ragged = none", engines.method("none", **TAU)(work).answers, tau)
+        self._note("tau", tau)
+        for name, settings in VERIFIED.items():
+            verified = engines.method("ragged", **settings)(work)
+            check(f"{name} = one token", one_token.answers, verified)
+            self._note(name, verified)
+
+    def _note(self, name: str, decoded: Decoded) -> None:
+        assert decoded.statistics is not None
+        self.tokens_per_forward[name] = decoded.statistics.tokens_per_forward
+
+    def failures(self) -> Iterator[str]:
+        """What is wrong in float32."""
+        for name, found in self.differences.items():
+            if found.num_wrong:
+                yield f"{name}: {found}"
+        # The automatic window may find that drafts do not pay on this device; fixed ones must keep some.
+        for name in VERIFIED:
+            if self.subject.is_trained and VERIFIED[name]["window"] != "auto" and self.tokens_per_forward[name] <= 1.0:
+                yield f"{name}: no draft was kept, so the check says nothing"
+
+    def rows(self) -> list[list[Any]]:
+        """One line of the table for each check."""
+        dtype = str(self.subject.model.dtype).removeprefix("torch.")
+        return [[self.subject.name, dtype, name, str(found)] for name, found in self.differences.items()]
+
+    def figures(self) -> dict[str, Any]:
+        """Differing rows, rows, near-ties and widest gap of each check, and tokens per forward."""
+        counts = {
+            name: [found.num_differing, found.num_rows, found.num_near_ties, found.largest_gap]
+            for name, found in self.differences.items()
+        }
+        return {"rows_with_other_tokens": counts, "tokens_per_forward": self.tokens_per_forward}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Checks, measures, writes both to standard output; 1 when a float32 oracle fails."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser)
+    parser.add_argument("--device", help="cpu or cuda (default: cuda where there is any)")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="of the checks, in order")
+    parser.add_argument("--only-checks", action="store_true", help="no table of speeds")
+    options = parser.parse_args(arguments)
+    fill_in(options)
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    # Float32 means float32: no TF32 in matrix products.
+    torch.backends.cuda.matmul.allow_tf32 = False
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    sys.stdout.write(f"{name}, torch {torch.__version__}\n")
+    values: dict[str, Any] = {"device": name, "checks": {}, "speed": {}}
+    failures = []
+    rows = []
+    for dtype in options.dtypes:
+        for subject in subjects(options, device, DTYPES[dtype]):
+            oracles = Oracles(subject)
+            oracles.run(QUICK_ORACLE_SCALE if options.quick else ORACLE_SCALE)
+            rows += oracles.rows()
+            values["checks"][f"{subject.name}, {dtype}"] = oracles.figures()
+            if dtype == "float32":
+                failures += [f"{subject.name}, {failure}" for failure in oracles.failures()]
+            if dtype == options.dtypes[-1] and not options.only_checks:
+                values["speed"][f"{subject.name}, {dtype}"] = measure(subject, options)
+    sys.stdout.write("\n" + table(("model", "dtype", "check", "rows with other tokens"), rows) + "\n")
+    values["failures"] = failures
+    sys.stdout.write("".join(f"FAILED: {failure}\n" for failure in failures) + json.dumps(values) + "\n")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
