@@ -85,7 +85,7 @@ class InferenceActor:
         """Loads model and tokenizer; returns the seconds that took.
 
         Raises:
-            InputError: the folder is no model that this engine can run, or the cache does not fit.
+            InputError: the folder is no model that this engine can run, or runs rightly, or the cache does not fit.
         """
         import torch
 
@@ -114,6 +114,7 @@ class InferenceActor:
             prefill_chunk=self._decoding.prefill_chunk,
             run_seed=self._decoding.seed or 0,
         )
+        engine.check(model)
         self._engine = AsyncEngine(engine)
         return time.monotonic() - started
 

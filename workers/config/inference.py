@@ -48,7 +48,8 @@ class RowDecodingSettings(AnswerSettings):
 
     # Before the mode, which follows from it.
     threshold: Threshold | None = Field(
-        None, description="tau: a drafted token is kept while its score reaches this; means mode tau, where null is 0.95"
+        None,
+        description="tau: a drafted token is kept while its score reaches this; means mode tau, where null is 0.95",
     )
     mode: Literal["one_token", "tau", "verified"] = Field(
         default_factory=lambda fields: "verified" if fields.get("threshold") is None else "tau",

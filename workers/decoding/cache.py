@@ -1,7 +1,7 @@
 """Keys and values of all rows, allocated once: a slot for each row, a place for each position.
 
 Rolling back is a change of a row's length, which the row itself holds: places behind it are overwritten by the next step and never
-seen before. Nothing is copied, ever: attention reads the slots as views.
+seen before. Attention reads the slots as views; only the beginning that a new prompt shares with another is ever copied.
 
 Shapes: S slots, N query tokens of a step, P places of a slot, H key/value heads, D width of a head.
 """
@@ -127,6 +127,11 @@ class SlotCache(Cache):
         keys_SHPD.transpose(1, 2)[self._places] = key_states[0].transpose(0, 1)
         values_SHPD.transpose(1, 2)[self._places] = value_states[0].transpose(0, 1)
         return keys_SHPD, values_SHPD
+
+    def copy(self, source: int, target: int, num_tokens: int) -> None:
+        """Copies the first places of one slot to another."""
+        for states_SHPD in (*self._keys, *self._values):
+            states_SHPD[target, :, :num_tokens] = states_SHPD[source, :, :num_tokens]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Rows have lengths of their own; models that are given positions and masks do not need this one."""

@@ -13,11 +13,16 @@ from transformers import PreTrainedModel
 
 from workers.decoding.cache import LayerShape, SlotCache, probe_layers, run_backbone
 from workers.decoding.packed_step import PackedStep, PlacedQuery, pack_step
+from workers.decoding.scheduler import Copy
 from workers.decoding.slot_attention import StepContext, slot_attention_in
 from workers.decoding.strategies.mars import RowQuery
+from workers.errors import InputError
 from workers.models.attention_masks import attention_windows, pack_by_layer_type, pack_masks, takes_additive_masks
 from workers.models.loading import backbone_and_head
 
+_CHECKED_TOKENS = (5, 3)
+# Sums in another order differ by a millionth of the largest logit in float32; a wrong mask or scale by far more than this.
+_TOLERANCES = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 _CONTEXT_OF_MEASUREMENTS = 128
 _REPEATS = 3
 
@@ -55,6 +60,36 @@ class DecoderModel:
     def pack(self, rows: Sequence[PlacedQuery]) -> PackedStep:
         """Lays out a step; see `pack_step`."""
         return pack_step(rows, self._windows, max_length=self._max_length, device=self.device)
+
+    @torch.inference_mode()
+    def check(self, model: PreTrainedModel) -> None:
+        """Compares the logits of two packed steps with those of the model as it is.
+
+        Raises:
+            InputError: they differ, or the model's layers cannot run packed steps.
+        """
+        token_ids = [7919 * place % self.vocab_size for place in range(sum(_CHECKED_TOKENS))]
+        expected_NV = model(torch.tensor([token_ids], device=self.device), use_cache=False).logits[0].float()
+        logits, start = [], 0
+        try:
+            for num_tokens in _CHECKED_TOKENS:
+                query = RowQuery(token_ids[start : start + num_tokens], num_tokens)
+                logits.append(self.logits(self.forward(self.pack([PlacedQuery(0, start, query)]))))
+                start += num_tokens
+        except (RuntimeError, TypeError, AttributeError) as error:
+            found = f"{model.config.model_type}, whose layers fail with {type(error).__name__}: {error}"
+            raise InputError("model type", found, "layers that use the attention interface of transformers") from error
+        difference = float((torch.cat(logits) - expected_NV).abs().max() / expected_NV.abs().max().clamp(min=1))
+        if not difference <= _TOLERANCES[model.dtype]:
+            found = (
+                f"{model.config.model_type}, whose logits differ by {difference:.1e} of the largest one when decoded"
+            )
+            raise InputError("model type", found, f"at most {_TOLERANCES[model.dtype]:.0e}")
+
+    def copy_prefixes(self, copies: Sequence[Copy]) -> None:
+        """Gives rows the keys and values that other rows have computed for the same tokens."""
+        for copy in copies:
+            self._cache.copy(copy.source, copy.target, copy.num_tokens)
 
     def forward(self, step: PackedStep, *, is_kept: bool = True) -> Tensor:
         """Hidden states (N, D) after the final norm; keys and values go to the rows' slots unless they shall not be kept."""

@@ -91,6 +91,7 @@ class DecodingEngine:
             num_slots,
             prefill_chunk=None if cache == "none" else prefill_chunk,
             cache_block=cache_block if cache == "block" else None,
+            shares_prefixes=cache != "none",
         )
         self._picker: Picker | None = None
         costs = StepCosts(self._model.measure, num_slots)
@@ -101,6 +102,15 @@ class DecodingEngine:
         self._num_submitted = 0
         self._warned_windows: set[int] = set()
         self.statistics = RunStatistics()
+
+    def check(self, model: PreTrainedModel) -> None:
+        """Compares the engine's logits with those of the model as it is, while nothing runs.
+
+        Raises:
+            InputError: a model type that this engine decodes wrongly or not at all.
+        """
+        assert not self.has_work
+        self._model.check(model)
 
     @property
     def has_work(self) -> bool:
@@ -159,8 +169,9 @@ class DecodingEngine:
     def step(self) -> list[Progress]:
         """One forward of the model; what each row that got tokens has got."""
         began, seconds_before = time.perf_counter(), self._model.seconds
-        turns = self._scheduler.next_turns()
+        turns, copies = self._scheduler.next_turns()
         assert turns, "no request to decode"
+        self._model.copy_prefixes(copies)
         queries = self._lay_out(turns)
         step = self._model.pack(
             [PlacedQuery(turn.row.slot, turn.row.num_cached, query) for turn, query in zip(turns, queries, strict=True)]

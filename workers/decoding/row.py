@@ -13,7 +13,8 @@ class Row:
 
     `token_ids` is prompt and answer so far. The keys and values of its first `num_cached` tokens are in the cache, in the slot's
     places 0..num_cached-1; the others are pending. `drafts` are proposals for the tokens behind (verified mode). `border` is the
-    length at which the row waits for the others (block cache). The counts are those of the row's result.
+    length at which the row waits for the others (block cache), `prefix` what it takes from another row. The counts are those of the
+    row's result.
     """
 
     request: Request
@@ -31,6 +32,7 @@ class Row:
     forwards_per_window: Counter[str] = field(default_factory=Counter)
     logprobs: list[float] = field(default_factory=list)
     slot: int = -1
+    prefix: "Prefix | None" = None
 
     @property
     def num_prompt(self) -> int:
@@ -57,3 +59,11 @@ class Row:
     def is_new(self) -> bool:
         """Whether no forward has given the row a token yet."""
         return self.num_forwards == 0
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """The first tokens of a prompt, which another row has too."""
+
+    source: Row
+    num_tokens: int
