@@ -123,6 +123,10 @@ class MetricsBoard:
         del self._warnings[: len(warnings)]  # threads may have added to it
         return BoardView(self._lines[-_NUM_RECENT:], self._groups[-1] if self._groups else None, warnings)
 
+    def last_step(self) -> int:
+        """The newest step that was reported."""
+        return int(self._lines[-1]["step"]) if self._lines else 0
+
     def close(self, status: str) -> list[str]:
         """Ends all outlets with the stage, which has `finished`, `failed` or been `stopped`; returns the last warnings."""
         deadline = time.monotonic() + _CLOSE_SECONDS

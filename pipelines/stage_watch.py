@@ -36,7 +36,7 @@ class StageWatch:
         earlier = [group["started"] for group in read_groups(storage.join(settings.folder, GROUPS))]
         self._console = StageConsole(self._title, num_steps, pace, earlier)
         self._make_page, self._next_page = make_page, 0.0
-        self._is_lost = False
+        self._is_lost = self._is_silent = False
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self.board = start_board(settings)
@@ -48,8 +48,7 @@ class StageWatch:
 
     def last_step(self) -> int:
         """The newest step that was reported."""
-        view: BoardView | None = self._ask(self.board.look.remote())
-        return view.lines[-1]["step"] if view is not None and view.lines else 0
+        return self._ask(self.board.last_step.remote()) or 0
 
     def _follow(self) -> None:
         with Progress(self._title, self._num_steps, "steps") as progress:
@@ -64,17 +63,20 @@ class StageWatch:
                 if is_last_look:
                     return
 
-    def _ask(self, answer: Any, seconds: float = _ANSWER_SECONDS) -> Any:
+    def _ask(self, answer: Any, seconds: float | None = None) -> Any:
         """What the board answers, or None when it cannot."""
         try:
-            return ray.get(answer, timeout=seconds)
+            value = ray.get(answer, timeout=_ANSWER_SECONDS if seconds is None else seconds)
         except GetTimeoutError:
+            self._is_silent = True
             return None
         except RayError as error:
             if not self._is_lost:
                 _logger.warning("%s: the metrics board is lost; training goes on unseen (%s)", self._title, error)
             self._is_lost = True
             return None
+        self._is_silent = False
+        return value
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -85,7 +87,9 @@ class StageWatch:
     ) -> None:
         self._done.set()
         self._thread.join()
-        for warning in self._ask(self.board.close.remote(status_of(kind)), _CLOSE_SECONDS) or ():
+        # One that has not answered the last question is not going to, and Ray ends this process when it has been gone for a minute.
+        seconds = 0.0 if self._is_silent else _CLOSE_SECONDS
+        for warning in self._ask(self.board.close.remote(status_of(kind)), seconds) or ():
             _logger.warning("%s: %s", self._title, warning)
         ray.kill(self.board)
 

@@ -33,6 +33,8 @@ from workers.models.folder import MultiTokenSettings
 from workers.objectives.mars import MarsObjective
 
 BEST, CHECKPOINTS = "best.json", "checkpoints"
+# How long the workers may take to hear of a stop: before that is said, and before it ends without them.
+_PROMPT_SECONDS, _TOLD_SECONDS = 1.0, 30.0
 _logger = logging.getLogger(__name__)
 TrainRecipe = TrainSftRecipe | TrainMarsRecipe
 
@@ -195,8 +197,11 @@ def _ask_to_stop(stop_board: Any, stage: str, name: str) -> None:
     Raises:
         Stopped: they would not hear of it.
     """
+    answer = stop_board.stop.remote()
+    if not ray.wait([answer], timeout=_PROMPT_SECONDS)[0]:
+        _logger.info("%s: waiting up to %g s for the workers of %s to be told", name, _TOLD_SECONDS, stage)
     try:
-        has_begun = ray.get(stop_board.stop.remote())
+        has_begun = ray.get(answer, timeout=_TOLD_SECONDS)
     except RayError as error:
         raise Stopped(f"stopped by {name} at once: the workers of {stage} cannot be told") from error
     if not has_begun:

@@ -14,7 +14,7 @@ import ray
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from training_facts import metric_line, worker_group
 
-from pipelines import event_files, metrics_board, metrics_file, storage
+from pipelines import event_files, metrics_board, metrics_file, stage_watch, storage
 from pipelines.event_files import EventFiles
 from pipelines.metrics_board import BoardClient, BoardSettings, MetricsBoard, start_board
 from pipelines.metrics_file import MetricsFile, read_metrics
@@ -90,6 +90,16 @@ class TestBoard:
         assert len(warnings) == 1
         assert warnings[0].startswith("TensorBoard: ")
         assert len(read_metrics(str(tmp_path / "metrics.jsonl"))) == 3
+
+    def test_a_question_for_the_newest_step_takes_no_warning_away(self, tmp_path):
+        (tmp_path / "tensorboard").write_text("a file where the folder should be")
+        board = MetricsBoard(settings_of(tmp_path))
+        assert board.last_step() == 0
+        board.restart(worker_group())
+        board.post(metric_line(1))
+        board.close("stopped")
+        assert board.last_step() == 1
+        assert board.look().warnings[0].startswith("TensorBoard: ")
 
     def test_an_outlet_that_hangs_holds_nobody_up(self, tmp_path, monkeypatch):
         free = threading.Event()
@@ -207,6 +217,14 @@ class TestLostActor:
         lines = read_metrics(str(tmp_path / "metrics.jsonl"))
         assert [(line["step"], line["samples"], line["response_tokens"]) for line in lines] == [(1, 4, 40), (2, 8, 80)]
         assert [step for step, _ in curve(tmp_path / "tensorboard", "loss")] == [1, 2]
+
+    def test_a_board_that_does_not_answer_is_not_waited_for_twice(self, ray_session, tmp_path, monkeypatch):
+        monkeypatch.setattr(stage_watch, "_ANSWER_SECONDS", 0.5)
+        with StageWatch(settings_of(tmp_path), num_steps=3, pace="", make_page=lambda: None) as watch:
+            ray.get(watch.board.look.remote())
+            watch.board.__ray_call__.remote(lambda board: time.sleep(60))
+            started = time.monotonic()
+        assert time.monotonic() - started < 10
 
     def test_a_board_that_is_gone_stops_neither_workers_nor_the_driver(self, ray_session, tmp_path, caplog):
         caplog.set_level(logging.WARNING)
