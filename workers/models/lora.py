@@ -23,7 +23,8 @@ def check_lora(lora: LoraSettings, folder: str) -> None:
     """Whether the model of a folder can be adapted as the settings say; reads its config only.
 
     Raises:
-        InputError: `peft` is missing, a target is no linear layer of the decoder, or the model cannot be adapted.
+        InputError: `peft` is missing, a target is no linear layer of the decoder, the rank is not below the sides of all that
+            are adapted, or the model cannot be adapted.
     """
     _import_peft()
     with torch.device("meta"):
@@ -84,12 +85,27 @@ def _adapted(model: PreTrainedModel, lora: LoraSettings, trained_token_id: int |
 def _require_adaptable(model: PreTrainedModel, lora: LoraSettings) -> None:
     head = model.get_output_embeddings()
     linear = {
-        name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D) and module is not head
+        name: min(module.weight.shape)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and module is not head
     }
-    for target in lora.target_modules:
-        if not any(name == target or name.endswith(f".{target}") for name in linear):
+    targeted = {
+        target: [name for name in linear if name == target or name.endswith(f".{target}")]
+        for target in lora.target_modules
+    }
+    for target, names in targeted.items():
+        if not names:
             found = sorted({name.rpartition(".")[2] for name in linear})
             raise InputError("lora.target_modules", repr(target), f"linear layers of the decoder: {', '.join(found)}")
+    adapted = [name for names in targeted.values() for name in names] or list(linear)
+    smallest = min(adapted, key=linear.__getitem__)
+    if lora.rank >= linear[smallest]:
+        raise InputError(
+            "lora.rank",
+            str(lora.rank),
+            f"less than {linear[smallest]}, the smaller side of {smallest}",
+            "Lower it, or leave that layer out of lora.target_modules.",
+        )
     if model.all_tied_weights_keys and getattr(head, "bias", None) is not None:
         # peft would apply the shared weights without it.
         raise InputError(
