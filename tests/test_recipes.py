@@ -49,6 +49,23 @@ def test_recipes_of_a_model_pass_their_dry_run(recipe: str, tmp_path: Path, capl
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    "change", ["training.learning_rate=1e-5", "training.num_steps=7", "training.samples_per_step=7"]
+)
+def test_a_model_of_ones_own_at_the_pace_of_the_example_is_warned_of(
+    change: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shard = tmp_path / "shard.jsonl"
+    shard.write_text('{"prompt": "1+1?", "response": "2"}\n')
+    common = [f"data.train={shard}", f"run.output={tmp_path / 'run'}", "--dry-run", change]
+    assert train_sft.main(common) == 0
+    assert "a pace of its own" not in caplog.text
+    for job, arguments in ((train_sft, []), (train_mars, ["sft=null"])):
+        caplog.clear()
+        assert job.main([*common, f"model.path={start_model('qwen2.5', tmp_path)}", *arguments]) == 0
+        assert ("a pace of its own" in caplog.text) == (change == "training.samples_per_step=7")
+
+
 @pytest.mark.parametrize("size", ["0.5b", "7b"])
 def test_the_recipes_for_qwen_have_the_settings_of_the_paper(size: str) -> None:
     for stage in ("sft", "mars"):
