@@ -88,7 +88,10 @@ def publish(local_folder: str, path: str) -> None:
 def _list_model(path: str) -> list[FileInfo]:
     files = storage.list_folder(path)
     if not any(info.path == storage.join(path, _CONFIG) for info in files):
+        inner = next((info.path for info in files if info.path.endswith(f"/model/{_CONFIG}")), None)
         advice = "Check the path; an upload that has not come to its end has no config.json either."
+        if inner is not None:  # the folder of a run, or of a stage of it
+            advice = f"Did you mean {inner.removesuffix(f'/{_CONFIG}')}?"
         raise InputError(path, "no config.json", "a Hugging Face model folder", advice)
     return files
 

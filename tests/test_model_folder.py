@@ -151,6 +151,14 @@ def test_missing_parts_are_named(tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path))
 
 
+@pytest.mark.parametrize(("given", "meant"), [("run", "run/mars/model"), ("run/sft", "run/sft/model")])
+def test_the_folder_of_a_run_or_a_stage_is_answered_with_that_of_its_model(given, meant, tmp_path: Path) -> None:
+    for stage in ("mars", "sft"):
+        (tmp_path / "run" / stage / "model").mkdir(parents=True)
+    with pytest.raises(InputError, match=rf"no config\.json; .* Did you mean {tmp_path / meant}\?"):
+        inspect_model_folder(str(tmp_path / given))
+
+
 @pytest.mark.parametrize("model_type", ["mamba", "rwkv", "jamba", "recurrent_gemma", "bamba", "zamba", "qwen3_next"])
 def test_recurrent_models_are_refused_by_name(model_type: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "vocab_size": 41}))

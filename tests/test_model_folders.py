@@ -54,6 +54,12 @@ def test_a_local_folder_is_used_where_it_is(local_model: str) -> None:
         assert folder == local_model
 
 
+def test_the_folder_around_a_model_on_s3_is_answered_with_that_of_the_model(bucket: str, local_model: str) -> None:
+    model_folders.publish(local_model, f"{bucket}/run/mars/model")
+    with pytest.raises(InputError, match=rf"no config\.json; .* Did you mean {bucket}/run/mars/model\?"):
+        model_folders.fetch(f"{bucket}/run")
+
+
 def test_a_model_makes_the_way_to_s3_and_back(local_model: str, remote_model: str, cache: Path) -> None:
     folder = model_folders.fetch(f"{remote_model}/")
     assert content(folder) == content(local_model)

@@ -194,7 +194,10 @@ def _read_config(folder: str) -> dict[str, Any]:
     _require_folder(folder)
     path = Path(folder) / "config.json"
     if not path.is_file():
-        raise InputError(folder, "no config.json", "a Hugging Face model folder")
+        # The folder of a run, or of a stage of it.
+        inner = next((found for name in ("", "mars", "sft") if (found := Path(folder, name, "model")).is_dir()), None)
+        advice = f"Did you mean {inner}?" if inner else ""
+        raise InputError(folder, "no config.json", "a Hugging Face model folder", advice)
     return _read_json(path)
 
 
