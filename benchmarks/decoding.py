@@ -142,6 +142,10 @@ def main(arguments: list[str] | None = None) -> None:
     fill_in(options)
     torch.set_num_threads(1)
     device = torch.device(options.device)
+    if options.quick:
+        sys.stdout.write(
+            "quick: few layers, short answers, few repeats; the figures to quote are those of the full run\n"
+        )
     values = {subject.name: measure(subject, options) for subject in subjects(options, device, DTYPES[options.dtype])}
     sys.stdout.write(json.dumps({"device": options.device, "dtype": options.dtype, **values}) + "\n")
 

@@ -158,7 +158,7 @@ class Engines:
     subject: Subject
     batch_size: int
     max_length: int
-    _engines: dict[tuple[str, bool], DecodingEngine] = field(default_factory=dict)
+    _engines: dict[tuple[str, frozenset[int]], DecodingEngine] = field(default_factory=dict)
 
     def method(self, cache: Literal["ragged", "block", "none"], **settings: Any) -> Method:
         """Decoding with these settings in each row, for instance `mode="verified", window=4`."""
@@ -177,7 +177,7 @@ class Engines:
         return run
 
     def _engine(self, cache: Literal["ragged", "block", "none"], end_ids: frozenset[int]) -> DecodingEngine:
-        key = (cache, bool(end_ids))
+        key = (cache, end_ids)
         if key not in self._engines:
             self._engines[key] = make_engine(self.subject, cache, self.batch_size, self.max_length, end_ids)
         return self._engines[key]

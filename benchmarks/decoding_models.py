@@ -83,7 +83,7 @@ def random_smollm2(num_layers: int, device: torch.device, dtype: torch.dtype) ->
     # The mean row: never the likeliest token, which the engine would leave out and `generate` would not.
     init_mask_embedding(model, mask_token_id)
     name = f"SmolLM2-135M shape, {num_layers} layers, random weights"
-    return Subject(name, _ready(model, device, dtype), NoText(), mask_token_id, frozenset(), BLOCK_SIZE, False)
+    return Subject(name, prepare(model, device, dtype), NoText(), mask_token_id, frozenset(), BLOCK_SIZE, False)
 
 
 def trained_walker(
@@ -119,7 +119,7 @@ def trained_walker(
         optimizer.zero_grad()
         schedule.step()
     name = f"Llama of width {width}, {num_layers} layers, trained for {num_steps} steps"
-    ready = _ready(model, device, dtype)
+    ready = prepare(model, device, dtype)
     return Subject(name, ready, NoText(), mask_token_id, frozenset(), BLOCK_SIZE, True, is_walk=True)
 
 
@@ -130,7 +130,7 @@ def load_subject(folder: str, prompts: Sequence[tuple[int, ...]], device: torch.
         raise SystemExit(f"error: {folder} has no marsray.json; expected a model that was trained with placeholders")
     return Subject(
         name=folder,
-        model=_ready(load_causal_lm(folder, dtype=dtype), device, dtype),
+        model=prepare(load_causal_lm(folder, dtype=dtype), device, dtype),
         tokenizer=load_tokenizer(folder),
         mask_token_id=settings.mask_token_id,
         end_ids=inspect_model_folder(folder).end_ids,
@@ -160,7 +160,7 @@ def _walk_sample(generator: np.random.Generator, row: int) -> Sample:
     return Sample(0, row, 0, token_ids, ((num_prompt, len(token_ids)),))
 
 
-def _ready(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+def prepare(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
     """On its device, for decoding, and without end tokens of its own: each run names those that it wants."""
     ready: PreTrainedModel = model.to(device=device, dtype=dtype).eval()
     ready.requires_grad_(False)

@@ -21,7 +21,7 @@ from benchmarks.decoding_methods import (
     generate_method,
     until_end,
 )
-from benchmarks.decoding_models import NoText, Subject, _ready, trained_walker, walk
+from benchmarks.decoding_models import NoText, Subject, prepare, trained_walker, walk
 from benchmarks.decoding_oracles import Differences, argmax_loop, compare
 from benchmarks.decoding_report import facts, table
 from benchmarks.decoding_work import EQUAL, RAGGED, Lengths, Work, equal_work, ragged_work
@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 
 
 def random_subject(**facts_of_subject) -> Subject:
-    model = _ready(tiny_model("llama_tied"), CPU, torch.float32)
+    model = prepare(tiny_model("llama_tied"), CPU, torch.float32)
     values = {"end_ids": frozenset(), "is_trained": False, **facts_of_subject}
     return Subject("tiny", model, NoText(), MASK_ID, block_size=8, **values)
 
@@ -245,6 +245,8 @@ def test_cost_of_a_step_counts_the_query_tokens_of_its_window() -> None:
 
 
 def test_oracles_pass_the_engine_and_catch_a_wrong_one(walker: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_check, "ORACLE_ROWS", 6)
+
     def run() -> list[str]:
         oracles = device_check.Oracles(walker)
         oracles.run(scale=0.15)
