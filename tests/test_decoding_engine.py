@@ -1,11 +1,10 @@
-"""Stop rules, budgets, windows, thresholds, errors and counts of the engine, with a model that says what a script tells it."""
+"""Rows side by side, thresholds, windows, bad requests and the stream of results, with a model that says what a script tells it."""
 
 import logging
-from collections import Counter
 
 import pytest
 from pydantic import ValidationError
-from scripted_model import END_ID, MASK_ID, VOCAB_SIZE, ByteTokenizer, Script, ScriptedModel
+from scripted_model import END_ID, MASK_ID, VOCAB_SIZE, ByteTokenizer, Script, request_of, scripted_engine
 from tiny_models import tiny_model
 
 from workers.config import RowDecodingSettings
@@ -14,71 +13,8 @@ from workers.decoding.request import Request, Result
 from workers.errors import InputError
 
 
-def make_engine(*scripts: Script, **changes) -> DecodingEngine:
-    options = {
-        "mask_token_id": MASK_ID,
-        "end_ids": {END_ID},
-        "block_size": 8,
-        "num_slots": 4,
-        "max_length": 64,
-        "cache": "ragged",
-    }
-    return DecodingEngine(ScriptedModel(*scripts), ByteTokenizer(), **(options | changes))
-
-
-def request_of(script: Script, row_id: str | int = "a", **changes) -> Request:
-    return Request(row_id, script.prompt, RowDecodingSettings(**changes))
-
-
 def decode_one(script: Script, *, cache: str = "ragged", **changes) -> Result:
-    return make_engine(script, cache=cache).generate_all([request_of(script, **changes)])[0]
-
-
-@pytest.mark.parametrize("cache", ["ragged", "none"])
-def test_end_token_against_the_cap(cache):
-    """Case 1: nothing behind the end token is kept, and the budget is not rounded up to a block."""
-    ends = Script((9, 8), (11, 12, END_ID, 20, 21, 22))
-    result = decode_one(ends, cache=cache, window=6, max_new_tokens=5)
-    assert (result.token_ids, result.finish_reason, result.num_forwards) == ((11, 12, END_ID), "stop", 1)
-    assert result.text == bytes([11, 12]).decode()
-    runs_on = Script((9, 8), (11, 12, 13, 20, 21, 22, 23, 24))
-    result = decode_one(runs_on, cache=cache, window=4, max_new_tokens=6)
-    assert (result.token_ids, result.finish_reason, result.num_forwards) == ((11, 12, 13, 20, 21, 22), "length", 2)
-
-
-def test_end_token_cap_and_window_swept_against_one_token_decoding():
-    """Case 1, all of it: the model is sure of everything, so every window gives the text of one-token decoding."""
-    scripts = [
-        Script((10 + place, 8), tuple(20 + i for i in range(place)) + (END_ID,) + (40,) * 9) for place in range(8)
-    ]
-    for cap in range(1, 9):
-        one_token = [
-            request_of(script, place, mode="one_token", max_new_tokens=cap) for place, script in enumerate(scripts)
-        ]
-        expected = make_engine(*scripts).generate_all(one_token)
-        for window in range(1, 9):
-            tau = [request_of(script, place, window=window, max_new_tokens=cap) for place, script in enumerate(scripts)]
-            for ours, theirs in zip(make_engine(*scripts).generate_all(tau), expected, strict=True):
-                assert ours.token_ids == theirs.token_ids
-                assert (ours.text, ours.finish_reason) == (theirs.text, theirs.finish_reason)
-                assert ours.num_forwards == -(-len(ours.token_ids) // window)
-
-
-@pytest.mark.parametrize("length", [7, 8, 9])
-def test_prompt_that_ends_with_the_end_token(length):
-    """Case 2: prompts around the block size, whose last token is the end token, get a normal answer."""
-    script = Script((9,) + (5,) * (length - 2) + (END_ID,), (11, 12, 13, END_ID))
-    result = decode_one(script, window=8)
-    assert (result.token_ids, result.finish_reason) == ((11, 12, 13, END_ID), "stop")
-
-
-@pytest.mark.parametrize("cache", ["ragged", "none"])
-def test_padding_and_end_tokens_inside_a_prompt_are_ordinary_tokens(cache):
-    """Case 5: padding is known from lengths, never from ids. The scripted model checks that each of them is seen."""
-    scripts = [Script((9, 0, END_ID, 0, 5, 0), (11, 0, 0, 12, END_ID)), Script((8,) + (0,) * 11, (0, END_ID))]
-    requests = [request_of(script, place, window=2) for place, script in enumerate(scripts)]
-    results = make_engine(*scripts, cache=cache).generate_all(requests)
-    assert [result.token_ids for result in results] == [script.tokens for script in scripts]
+    return scripted_engine(script, cache=cache).generate_all([request_of(script, **changes)])[0]
 
 
 def test_finished_rows_do_not_shift_the_acceptance_of_the_rows_behind_them():
@@ -90,8 +26,8 @@ def test_finished_rows_do_not_shift_the_acceptance_of_the_rows_behind_them():
         Script((40,), (41, 42, 43, 44, 45, END_ID), (0.5,) * 6),
     ]
     requests = [request_of(script, place, window=4, threshold=0.9) for place, script in enumerate(scripts)]
-    for cache in ("ragged", "none"):
-        results = make_engine(*scripts, cache=cache).generate_all(requests)
+    for cache in ("ragged", "block", "none"):
+        results = scripted_engine(*scripts, cache=cache).generate_all(requests)
         assert [result.token_ids for result in results] == [script.tokens for script in scripts]
         # In one forward each: 2 of 2; pairs 1 of 2, then 1.0 opens the next pair; runs of 3 and a stop at each 0.5; one each.
         assert [result.num_forwards for result in results] == [1, 7, 6, 6]
@@ -108,20 +44,13 @@ def test_threshold_is_compared_with_the_draft_and_not_with_the_first_pick():
 def test_threshold_that_means_one_token_per_forward(score, threshold):
     """Case 14: the float32 softmax of the top token is exactly 1.0 and its entropy exactly 0."""
     script = Script((9,), tuple(range(11, 19)))
-    engine = make_engine(script)
+    engine = scripted_engine(script)
     result = engine.generate_all([request_of(script, score=score, threshold=threshold, max_new_tokens=8)])[0]
     assert result.num_forwards == 8
     # The prompt and seven tokens: placeholders that cannot be kept are not even shown to the model.
     assert engine.statistics.num_query_tokens == 8
     nearly = 1e-6 if score == "entropy" else 1 - 1e-6
     assert decode_one(script, score=score, threshold=nearly, max_new_tokens=8).num_forwards == 1
-
-
-def test_a_single_end_token():
-    """Case 15: an empty answer is an answer."""
-    result = decode_one(Script((9,), (END_ID,)))
-    assert (result.text, result.finish_reason, result.token_ids) == ("", "stop", (END_ID,))
-    assert result.error is None
 
 
 def test_every_row_has_its_own_window_mode_threshold_and_budget():
@@ -137,40 +66,9 @@ def test_every_row_has_its_own_window_mode_threshold_and_budget():
     requests = [
         request_of(script, place, **row) for place, (script, row) in enumerate(zip(scripts, options, strict=True))
     ]
-    results = make_engine(*scripts).generate_all(requests)
+    results = scripted_engine(*scripts).generate_all(requests)
     assert [result.token_ids for result in results] == [answer[: row["max_new_tokens"]] for row in options]
     assert [result.num_forwards for result in results] == [6, 4, 3, 3, 2]
-
-
-def test_several_end_tokens():
-    scripts = [Script((10,), (20, 21, 3)), Script((11,), (22, END_ID))]
-    requests = [request_of(script, place) for place, script in enumerate(scripts)]
-    results = make_engine(*scripts, end_ids={END_ID, 3}).generate_all(requests)
-    assert [result.token_ids for result in results] == [(20, 21, 3), (22, END_ID)]
-
-
-@pytest.mark.parametrize("window", [1, 2, 3, 5, 8])
-def test_stop_strings_end_a_row_where_one_token_at_a_time_would(window):
-    """A stop string may span tokens and steps; the text ends before it, the tokens with the one that completes it."""
-    text = "one, two, three"
-    script = Script((9,), tuple(byte - 60 if byte > 63 else byte for byte in text.encode()))
-    said = "".join(chr(token) for token in script.tokens)
-    stop = said[5:8]
-    result = decode_one(script, window=window, stop=(said[7:11], stop, "?"))
-    assert (result.text, result.finish_reason) == (said[:5], "stop")
-    assert result.token_ids == script.tokens[:8]
-
-
-def test_a_stop_string_just_before_the_end_token_comes_first():
-    script = Script((9,), (20, 21, 22, END_ID))
-    result = decode_one(script, stop=(chr(22),))
-    assert (result.token_ids, result.text, result.finish_reason) == ((20, 21, 22), chr(20) + chr(21), "stop")
-
-
-def test_context_never_exceeds_max_length():
-    script = Script((9, 8, 7), tuple(range(20, 40)))
-    result = make_engine(script, max_length=10).generate_all([request_of(script, window=4)])[0]
-    assert (result.token_ids, result.finish_reason) == (tuple(range(20, 27)), "length")
 
 
 def test_bad_requests_give_errors_and_cost_no_other_row():
@@ -184,7 +82,7 @@ def test_bad_requests_give_errors_and_cost_no_other_row():
         Request("negative", (-1,), RowDecodingSettings()),
         request_of(good, "second"),
     ]
-    engine = make_engine(good, num_slots=1)
+    engine = scripted_engine(good, num_slots=1)
     results = engine.generate_all(requests)
     assert [result.id for result in results] == [request.id for request in requests]
     codes = [None if result.error is None else result.error.code for result in results]
@@ -217,7 +115,7 @@ def test_results_come_as_rows_finish_and_requests_are_taken_as_slots_become_free
             taken.append(place)
             yield request_of(script, place, mode="one_token")
 
-    engine = make_engine(*scripts, num_slots=2)
+    engine = scripted_engine(*scripts, num_slots=2)
     finished = []
     for result in engine.generate(source()):
         finished.append(result.id)
@@ -229,7 +127,7 @@ def test_results_come_as_rows_finish_and_requests_are_taken_as_slots_become_free
 
 def test_a_reader_that_stops_early_leaves_the_engine_usable():
     script = Script((9,), (20, 21, END_ID))
-    engine = make_engine(script, num_slots=2)
+    engine = scripted_engine(script, num_slots=2)
     results = engine.generate([request_of(script, place) for place in range(5)])
     next(results)
     results.close()
@@ -239,55 +137,13 @@ def test_a_reader_that_stops_early_leaves_the_engine_usable():
 
 def test_duplicate_ids_are_two_rows():
     scripts = [Script((9,), (20, END_ID)), Script((8,), (30, 31, END_ID))]
-    results = make_engine(*scripts).generate_all([request_of(script, "same") for script in scripts])
+    results = scripted_engine(*scripts).generate_all([request_of(script, "same") for script in scripts])
     assert [result.token_ids for result in results] == [(20, END_ID), (30, 31, END_ID)]
-
-
-def test_statistics():
-    scripts = [Script((10, 11), (20, 21, 22, END_ID)), Script((12,), (30, END_ID, 31, 32))]
-    engine = make_engine(*scripts, block_size=3)
-    engine.generate_all([request_of(script, place) for place, script in enumerate(scripts)])
-    counts = engine.statistics
-    # Prefill of both rows with windows of 3: 3 and 2 kept; then the first row alone: 3 pending tokens, 2 placeholders, 1 kept.
-    assert (counts.num_model_calls, counts.num_row_forwards, counts.num_kept_tokens) == (2, 3, 6)
-    assert (counts.num_query_tokens, counts.num_padding_tokens) == (4 + 3 + 5, 1)
-    assert counts.kept_per_forward == {3: 1, 2: 1, 1: 1}
-    assert counts.tokens_per_forward == 2.0
-    assert counts.query_tokens_per_token == 2.0
-    counts.add(counts)
-    assert (counts.num_kept_tokens, counts.tokens_per_forward) == (12, 2.0)
-
-
-def test_every_result_carries_the_counts_of_its_row():
-    scripts = [
-        Script((10, 11), (20, 21, 22, 23, END_ID)),
-        Script((12,), (30, END_ID)),
-        Script((13,), (40, 41, 42, 43, 44, END_ID)),
-    ]
-    engine = make_engine(*scripts, block_size=3)
-    stop = {2: {"stop": (chr(41),)}}
-    results = engine.generate_all(
-        [request_of(script, place, **stop.get(place, {})) for place, script in enumerate(scripts)]
-    )
-    # The first row: two prompt tokens and two placeholders, 3 kept; then three pending tokens and two placeholders, 2 kept. The
-    # last row keeps three tokens and loses the one behind its stop string.
-    assert [result.kept_per_forward for result in results] == [{3: 1, 2: 1}, {2: 1}, {2: 1}]
-    assert [result.num_query_tokens for result in results] == [4 + 5, 3, 3]
-    assert sum(result.num_query_tokens for result in results) == engine.statistics.num_query_tokens
-    assert sum((result.kept_per_forward for result in results), Counter()) == engine.statistics.kept_per_forward
-
-
-def test_one_forward_of_the_model_per_step():
-    script = Script((9,), tuple(range(20, 40)))
-    engine = make_engine(script)
-    before = engine._backbone.num_calls
-    engine.generate_all([request_of(script, window=4, max_new_tokens=20)])
-    assert engine._backbone.num_calls - before == 5 == engine.statistics.num_model_calls
 
 
 def test_window_beyond_the_block_size_is_warned_of_once(caplog):
     script = Script((9,), (20, END_ID))
-    engine = make_engine(script, block_size=4)
+    engine = scripted_engine(script, block_size=4)
     with caplog.at_level(logging.WARNING):
         engine.generate_all([request_of(script, place, window=6) for place in range(3)])
     assert [record.getMessage() for record in caplog.records] == [
@@ -297,8 +153,8 @@ def test_window_beyond_the_block_size_is_warned_of_once(caplog):
 
 def test_lengths_and_attention_that_the_model_does_not_have_are_refused():
     with pytest.raises(InputError, match=r"decoding\.max_length: found 300; expected at most 256"):
-        make_engine(max_length=300)
-    assert make_engine(max_length=None).max_length == 256
+        scripted_engine(max_length=300)
+    assert scripted_engine(max_length=None).max_length == 256
     model = tiny_model("llama")
     model.config._attn_implementation = "flash_attention_2"
     with pytest.raises(InputError, match="flash_attention_2"):
@@ -312,3 +168,80 @@ def test_lengths_and_attention_that_the_model_does_not_have_are_refused():
             max_length=32,
             cache="none",
         )
+
+
+def test_settings_that_leave_no_token_to_say_are_refused():
+    good = Script((9,), (20, END_ID))
+    all_but = {token: tuple(set(range(VOCAB_SIZE)) - {token}) for token in (END_ID, 20)}
+    requests = [
+        request_of(good, "all", forbidden_ids=tuple(range(VOCAB_SIZE))),
+        request_of(good, "all but the placeholder", forbidden_ids=all_but[20][:MASK_ID] + (20,)),
+        request_of(good, "outside", forbidden_ids=(VOCAB_SIZE,)),
+        # The end token is all that is left, and it may not come yet.
+        request_of(good, "end", forbidden_ids=all_but[END_ID], min_new_tokens=1),
+        request_of(good, "end now", forbidden_ids=all_but[END_ID]),
+        request_of(good, "one", forbidden_ids=all_but[20], max_new_tokens=2),
+    ]
+    results = scripted_engine(good).generate_all(requests)
+    assert [result.error and result.error.code for result in results] == ["invalid_settings"] * 4 + [None] * 2
+    assert [result.token_ids for result in results[4:]] == [(END_ID,), (20, 20)]
+
+
+@pytest.mark.parametrize(("block_size", "widest"), [(1, 8), (8, 8), (12, 12)])
+def test_branches_that_have_no_room_in_a_slot_are_refused(block_size, widest):
+    script = Script((9,), tuple(range(11, 41)))
+    requests = [
+        request_of(script, window, mode="verified", window=window, draft_branches=True, max_new_tokens=30)
+        for window in (widest, widest + 1)
+    ]
+    results = scripted_engine(script, block_size=block_size).generate_all(requests)
+    assert results[0].token_ids == script.tokens
+    assert results[1].error.code == "invalid_settings"
+    assert f"window {widest + 1}; branches reach up to {widest}" in results[1].error.message
+
+
+def test_a_window_of_64_has_room_at_the_end_of_a_slot():
+    script = Script((9,), tuple(range(11, 61)))
+    for branches in (None, False):
+        request = request_of(script, mode="verified", window=64, draft_branches=branches, max_new_tokens=64)
+        result = scripted_engine(script, max_length=51).generate_all([request])[0]
+        assert result.token_ids == script.tokens
+
+
+def test_requests_come_and_go_between_steps():
+    """Rows that join, wait and are taken back leave the others as they are; tickets name them."""
+    scripts = [Script((10 + place, 8), tuple(range(20, 30)) + (END_ID,)) for place in range(6)]
+    engine = scripted_engine(*scripts, num_slots=2)
+    submit = lambda place: engine.submit(request_of(scripts[place], place, window=3))[0]  # noqa: E731
+    tickets = [submit(0), submit(1), submit(2)]
+    told: dict[int, list[int]] = {}
+
+    def step() -> None:
+        for progress in engine.step():
+            told.setdefault(progress.ticket, []).extend(progress.token_ids)
+            if progress.result is not None:
+                assert progress.result.token_ids == tuple(told[progress.ticket])
+
+    step()
+    assert set(told) == set(tickets[:2])
+    assert engine.cancel(tickets[0])
+    assert not engine.cancel(tickets[0])
+    assert not engine.cancel(99)
+    tickets += [submit(3), submit(4)]
+    assert engine.cancel(tickets[3])
+    step()
+    tickets.append(submit(5))
+    while engine.has_work:
+        step()
+    assert not engine.cancel(tickets[1])
+    whole = list(scripts[0].tokens)
+    assert told == {tickets[0]: whole[:3], **dict.fromkeys([tickets[1], tickets[2], tickets[4], tickets[5]], whole)}
+
+
+def test_a_bad_request_has_its_result_at_once():
+    script = Script((9,), (20, END_ID))
+    engine = scripted_engine(script)
+    ticket, result = engine.submit(Request("bad", (), RowDecodingSettings()))
+    assert result.error.code == "empty_prompt"
+    assert not engine.has_work
+    assert not engine.cancel(ticket)

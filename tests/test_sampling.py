@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from naive_decoding import NaiveAnswer, _pick, naive_gumbel
+from naive_decoding import NaiveAnswer, naive_gumbel, naive_pick
 
 from workers.config import RowDecodingSettings
 from workers.decoding.request import Request, row_seed
@@ -77,7 +77,9 @@ def test_batch_equals_the_naive_pick(rows, position, logits_seed):
     for row, options in enumerate(rows):
         for place in range(3):
             answer = NaiveAnswer()
-            expected = _pick(logits_BWV[row, place].double().numpy(), options, options.seed, position + place, answer)
+            expected = naive_pick(
+                logits_BWV[row, place].double().numpy(), options, options.seed, position + place, answer
+            )
             assert tokens_BW[row, place] == expected or answer.smallest_gap < 1e-5
             assert tokens_BW[row, place] != 4
 

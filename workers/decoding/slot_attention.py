@@ -68,7 +68,10 @@ def _attend(
     outputs = []
     for group in step.groups:
         keys_RKTD, values_RKTD = (states[group.slots, :, : group.num_places] for states in (keys_SKPD, values_SKPD))
-        outputs.append(_attend_group(group, layer_type, query_NHD, keys_RKTD, values_RKTD, scaling, softcap))
+        # One group without padding has its tokens in order.
+        is_whole = len(step.groups) == 1 and group.index_RQ.numel() == len(query_NHD)
+        group_NHD = query_NHD if is_whole else query_NHD[group.index_RQ.flatten()]
+        outputs.append(_attend_group(group, layer_type, group_NHD, keys_RKTD, values_RKTD, scaling, softcap))
     flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     # When all rows have the same number of lanes nothing is padded, and the results stand in order.
     return (flat if len(flat) == len(query_NHD) else flat[step.output_N])[None], None
@@ -83,14 +86,12 @@ def _attend_group(
     scaling: float | None,
     softcap: float | None,
 ) -> Tensor:
-    """The results of a group, lanes behind lanes (R * Q, H, D)."""
+    """The results (R * Q, H, D) of a group's queries, lanes behind lanes both."""
     num_rows, num_lanes = group.index_RQ.shape
     num_key_heads = keys_RKTD.shape[1]
     num_heads, width = query_NHD.shape[1:]
     num_shared = num_heads // num_key_heads
     # The heads that share keys become further queries of one head, so keys and values are never repeated in memory.
-    if num_rows * num_lanes != len(query_NHD):  # else they stand in order
-        query_NHD = query_NHD[group.index_RQ.flatten()]
     query = query_NHD.reshape(num_rows, num_lanes, num_key_heads, num_shared, width)
     query = query.permute(0, 2, 3, 1, 4).reshape(num_rows, num_key_heads, num_shared * num_lanes, width)
     mask = group.folded_mask(layer_type, num_shared)
