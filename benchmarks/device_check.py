@@ -11,7 +11,8 @@ The oracles, by counts of rows whose tokens differ: one-token decoding against a
 verified decoding, whatever its window, against one-token decoding; rows in a batch against each row alone; the ragged cache and the
 block cache against none. In float32 rows may differ only where the plain model's top two logits are closer than 1e-5; a row that
 differs elsewhere, or a verified run of the trained model that never kept two tokens of one forward, makes the exit code 1. In
-bfloat16 the counts are what was measured and fail nothing. Then the tables of `decoding.py`, in the last dtype named.
+bfloat16 the counts are what was measured and fail nothing. Then the tables of
+`decoding.py`, in bfloat16 on CUDA and in float32 on a CPU unless dtypes are named.
 """
 
 import argparse
@@ -91,10 +92,19 @@ class Oracles:
             if self.subject.is_trained and VERIFIED[name]["window"] != "auto" and self.tokens_per_forward[name] <= 1.0:
                 yield f"{name}: no draft was kept, so the check says nothing"
 
+    @property
+    def dtype(self) -> str:
+        """Of the weights."""
+        return str(self.subject.model.dtype).removeprefix("torch.")
+
+    @property
+    def name(self) -> str:
+        """Model and dtype."""
+        return f"{self.subject.name}, {self.dtype}"
+
     def rows(self) -> list[list[Any]]:
         """One line of the table for each check."""
-        dtype = str(self.subject.model.dtype).removeprefix("torch.")
-        return [[self.subject.name, dtype, name, str(found)] for name, found in self.differences.items()]
+        return [[self.subject.name, self.dtype, name, str(found)] for name, found in self.differences.items()]
 
     def figures(self) -> dict[str, Any]:
         """Differing rows, rows, near-ties and widest gap of each check, and tokens per forward."""
@@ -110,8 +120,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
     parser.add_argument("--device", help="cpu or cuda (default: cuda where there is any)")
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="of the checks, in order")
-    parser.add_argument("--only-checks", action="store_true", help="no table of speeds")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, help="of the checks; the last one also of the speeds")
+    parser.add_argument("--only-checks", action="store_true", help="no tables of speeds")
     options = parser.parse_args(arguments)
     fill_in(options)
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -119,24 +129,30 @@ def main(arguments: list[str] | None = None) -> int:
         torch.set_num_threads(1)
     # Float32 means float32: no TF32 in matrix products.
     torch.backends.cuda.matmul.allow_tf32 = False
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    sys.stdout.write(f"{name}, torch {torch.__version__}\n")
-    values: dict[str, Any] = {"device": name, "checks": {}, "speed": {}}
-    failures = []
-    rows = []
-    for dtype in options.dtypes:
-        for subject in subjects(options, device, DTYPES[dtype]):
-            oracles = Oracles(subject)
-            oracles.run(QUICK_ORACLE_SCALE if options.quick else ORACLE_SCALE)
-            rows += oracles.rows()
-            values["checks"][f"{subject.name}, {dtype}"] = oracles.figures()
-            if dtype == "float32":
-                failures += [f"{subject.name}, {failure}" for failure in oracles.failures()]
-            if dtype == options.dtypes[-1] and not options.only_checks:
-                values["speed"][f"{subject.name}, {dtype}"] = measure(subject, options)
-    sys.stdout.write("\n" + table(("model", "dtype", "check", "rows with other tokens"), rows) + "\n")
-    values["failures"] = failures
-    sys.stdout.write("".join(f"FAILED: {failure}\n" for failure in failures) + json.dumps(values) + "\n")
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    sys.stdout.write(f"{device_name}, torch {torch.__version__}\n\n")
+    dtypes = options.dtypes or (["float32", "bfloat16"] if device.type == "cuda" else ["bfloat16", "float32"])
+    checked: list[Oracles] = []
+    for dtype in dtypes:
+        models = subjects(options, device, DTYPES[dtype])
+        for subject in models:
+            checked.append(Oracles(subject))
+            checked[-1].run(QUICK_ORACLE_SCALE if options.quick else ORACLE_SCALE)
+    rows = [row for oracles in checked for row in oracles.rows()]
+    sys.stdout.write(table(("model", "dtype", "check", "rows with other tokens"), rows))
+    failures = [
+        f"{oracles.name}: {failure}"
+        for oracles in checked
+        if oracles.subject.model.dtype == torch.float32
+        for failure in oracles.failures()
+    ]
+    sys.stdout.write("".join(f"FAILED: {failure}\n" for failure in failures))
+    sys.stdout.flush()
+    values: dict[str, Any] = {"device": device_name, "failures": failures}
+    values["checks"] = {oracles.name: oracles.figures() for oracles in checked}
+    if not options.only_checks:
+        values["speed"] = {f"{subject.name}, {dtypes[-1]}": measure(subject, options) for subject in models}
+    sys.stdout.write(json.dumps(values) + "\n")
     return 1 if failures else 0
 
 
