@@ -1,4 +1,4 @@
-"""The ragged cache: read as a view, written in place, rolled back by length, refused when it cannot fit."""
+"""The slots of the cache: read as a view, written in place, rolled back by length, refused when they cannot fit."""
 
 import inspect
 from pathlib import Path
@@ -12,84 +12,118 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 import workers.decoding
 from workers.config import RowDecodingSettings
 from workers.decoding import cache as cache_module
-from workers.decoding.cache import LayerShape, RaggedCache, run_backbone
+from workers.decoding import slot_attention
+from workers.decoding.cache import LayerShape, SlotCache, run_backbone
 from workers.decoding.engine import DecodingEngine
 from workers.decoding.request import Request
-from workers.decoding.visibility import Visibility
 from workers.errors import InputError
 
 SHAPES = [LayerShape(2, 4, 3, torch.float32, torch.device("cpu"))] * 2
 
 
 def engine_of(model, **changes) -> DecodingEngine:
-    options = {
-        "mask_token_id": MASK_ID,
-        "end_ids": {1},
-        "block_size": 4,
-        "num_slots": 3,
-        "max_length": 40,
-        "cache": "ragged",
-    }
+    options = {"mask_token_id": MASK_ID, "end_ids": {1}, "block_size": 4, "num_slots": 3, "max_length": 40}
     return DecodingEngine(model, ByteTokenizer(), **(options | changes))
 
 
-def test_reading_slots_is_a_view_and_padding_goes_to_the_trash():
-    cache = RaggedCache(SHAPES, num_slots=3, max_length=10)
-    keys, values = torch.randn(2, 2, 3, 4), torch.randn(2, 2, 3, 3)
-    cache.prepare(torch.tensor([0, 1]), torch.tensor([[4, 5, 6], [2, 3, cache.trash_place]]), num_read=7)
+def test_tokens_go_to_their_places_and_slots_are_read_as_they_stand():
+    """The tokens of a step belong to several rows; what is not to be kept goes to the trash."""
+    cache = SlotCache(SHAPES, num_slots=3, max_length=8, num_spare=2)
+    keys, values = torch.randn(1, 2, 5, 4), torch.randn(1, 2, 5, 3)
+    cache.prepare(torch.tensor([0, 0, 0, 2, 2]), torch.tensor([4, 5, 6, 9, cache.trash_place]))
     read_keys, read_values = cache.update(keys, values, 1)
     assert read_keys.data_ptr() == cache._keys[1].data_ptr()
     assert read_values.data_ptr() == cache._values[1].data_ptr()
-    assert (read_keys.shape, read_values.shape) == ((2, 2, 7, 4), (2, 2, 7, 3))
-    assert torch.equal(read_keys[0, :, 4:7], keys[0])
-    assert torch.equal(read_values[1, :, 2:4], values[1, :, :2])
-    assert not read_keys[1, :, 4:].any()
+    assert (read_keys.shape, read_values.shape) == ((3, 2, 11, 4), (3, 2, 11, 3))
+    assert torch.equal(read_keys[0, :, 4:7], keys[0, :, :3])
+    assert torch.equal(read_values[2, :, 9], values[0, :, 3])
+    assert cache.trash_place == 10
+    assert not read_keys[0, :, :4].any() and not read_keys[0, :, 7:].any()
+    assert not read_keys[1].any() and not read_keys[2, :, :9].any()
     assert not cache._keys[0].any()
-    assert not cache._keys[1][2].any()
 
 
-def test_new_rows_see_their_own_query_tokens_only():
-    cache = RaggedCache(SHAPES, num_slots=3, max_length=10)
-    keys, values = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3, 3)
-    cache.prepare(torch.tensor([2]), torch.tensor([[0, 1, 2]]), num_read=None)
-    assert all(map(torch.equal, cache.update(keys, values, 0), (keys, values)))
-    assert torch.equal(cache._keys[0][2, :, :3], keys[0])
-
-
-def test_a_move_takes_the_row_to_its_new_slot():
-    cache = RaggedCache(SHAPES, num_slots=3, max_length=10)
-    cache.prepare(torch.tensor([2]), torch.tensor([[0, 1, 2]]), num_read=None)
-    keys, values = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3, 3)
-    for layer in (0, 1):
-        cache.update(keys, values, layer)
-    cache.move(2, 0, 2)
-    assert torch.equal(cache._keys[1][0, :, :2], keys[0, :, :2])
-    assert torch.equal(cache._values[0][0, :, :2], values[0, :, :2])
-    assert not cache._keys[1][0, :, 2:].any()
-
-
-def test_the_cache_is_allocated_once_and_never_copied():
-    """A fault of the published samplers: they copy the whole cache at each step."""
+def test_the_cache_is_allocated_once_and_never_copied(monkeypatch):
+    """A fault of the published samplers: they copy the whole cache at each step. Here attention reads views of it."""
     engine = engine_of(tiny_model("llama"))
-    before = [tensor.data_ptr() for tensor in (*engine._cache._keys, *engine._cache._values)]
-    moved = []
-    move = engine._cache.move
-    engine._cache.move = lambda *places: (moved.append(places), move(*places))
-    options = RowDecodingSettings(mode="one_token", max_new_tokens=5)
-    engine.generate_all([Request(place, (2, 3, 4 + place), options) for place in range(9)])
-    assert [tensor.data_ptr() for tensor in (*engine._cache._keys, *engine._cache._values)] == before
-    assert moved == []
+    cache = engine._model._cache
+    storages = {tensor.untyped_storage().data_ptr() for tensor in (*cache._keys, *cache._values)}
+    read = []
+    attend = slot_attention._attend_group
+
+    def watched(group, layer_type, query_NHD, keys_RKTD, values_RKTD, *others):
+        read.extend([keys_RKTD.untyped_storage().data_ptr(), values_RKTD.untyped_storage().data_ptr()])
+        return attend(group, layer_type, query_NHD, keys_RKTD, values_RKTD, *others)
+
+    monkeypatch.setattr(slot_attention, "_attend_group", watched)
+    for mode in ("one_token", "verified"):
+        options = RowDecodingSettings(mode=mode, max_new_tokens=5)
+        engine.generate_all([Request(place, (2, 3, 4 + place), options) for place in range(9)])
+    assert set(read) == storages
+    assert {tensor.untyped_storage().data_ptr() for tensor in (*cache._keys, *cache._values)} == storages
 
 
 def test_slots_that_do_not_fit_are_refused_with_numbers_that_would(monkeypatch):
-    monkeypatch.setattr(cache_module, "_free_memory", lambda device: 10_000_000)
+    monkeypatch.setattr(cache_module, "_free_memory", lambda device: 30_000_000)
     with pytest.raises(InputError) as refusal:
         engine_of(tiny_model("llama"), num_slots=1000, max_length=99)
-    # 2 layers, 2 key/value heads of width 8, keys and values, 4 bytes: 256 bytes a token.
-    assert "1000 slots of 99 tokens at 256 bytes a token: 0.02 GiB" in str(refusal.value)
-    assert "390 slots of this length would fit, or 38 tokens with this number of slots" in str(refusal.value)
-    engine_of(tiny_model("llama"), num_slots=390, max_length=99)
-    engine_of(tiny_model("llama"), num_slots=1000, max_length=38)
+    # 2 layers, 2 key/value heads of width 8, keys and values, 4 bytes: 256 bytes a token. A slot has 64 spare places for the
+    # widest query, and one for the trash.
+    assert "1000 slots of 163 tokens at 256 bytes a token: 0.04 GiB" in str(refusal.value)
+    assert "714 slots of this length would fit, or a max_length of 52 with this number of slots" in str(refusal.value)
+    engine_of(tiny_model("llama"), num_slots=714, max_length=99)
+    engine_of(tiny_model("llama"), num_slots=1000, max_length=52)
+    for num_slots, max_length in ((715, 99), (1000, 53)):
+        with pytest.raises(InputError, match="slots of"):
+            engine_of(tiny_model("llama"), num_slots=num_slots, max_length=max_length)
+
+
+def test_no_length_is_named_when_none_would_fit(monkeypatch):
+    monkeypatch.setattr(cache_module, "_free_memory", lambda device: 10_000_000)
+    with pytest.raises(InputError, match=r"238 slots of this length would fit\."):
+        engine_of(tiny_model("llama"), num_slots=1000, max_length=99)
+
+
+def test_room_for_branches_grows_with_the_block_size():
+    """The widest query of a row has W * W tokens."""
+    for block_size, num_spare in ((1, 64), (8, 64), (12, 144)):
+        assert engine_of(tiny_model("llama"), block_size=block_size)._model._cache.trash_place == 40 + num_spare
+
+
+def test_the_plain_model_is_what_it_was_after_the_engine_ran():
+    """Its attention is given back after each step, and after a step that failed."""
+    model = tiny_model("gemma2")
+    ids = torch.tensor([list(range(2, 14))])
+    with torch.no_grad():
+        before = model(ids, use_cache=False).logits
+    implementation = model.config._attn_implementation
+    engine = engine_of(model)
+    engine.generate_all([Request("a", (2, 3, 4), RowDecodingSettings(max_new_tokens=6))])
+    assert model.config._attn_implementation == implementation
+    with pytest.raises(AssertionError), slot_attention.slot_attention_in(model.config):
+        raise AssertionError
+    assert model.config._attn_implementation == implementation
+    with torch.no_grad():
+        assert torch.equal(model(ids, use_cache=False).logits, before)
+
+
+def test_a_measurement_between_steps_writes_nothing_that_is_read():
+    model = tiny_model("qwen2_sliding")
+    options = RowDecodingSettings(mode="verified", window=3, draft_branches=True, max_new_tokens=12)
+    requests = [Request(place, tuple(range(2, 8 + 3 * place)), options) for place in range(3)]
+    expected = engine_of(model).generate_all(requests)
+    engine = engine_of(model)
+    cache, results = engine._model._cache, []
+    for request in requests:
+        engine.submit(request)
+    while engine.has_work:
+        results += [progress.result for progress in engine.step() if progress.result is not None]
+        before = [tensor[:, :, : cache.trash_place].clone() for tensor in (*cache._keys, *cache._values)]
+        for num_lanes in (1, 7, 64):
+            assert engine._model.measure(3, num_lanes, num_lanes) > 0
+        after = [tensor[:, :, : cache.trash_place] for tensor in (*cache._keys, *cache._values)]
+        assert all(map(torch.equal, before, after))
+    assert sorted(results, key=lambda result: result.id) == expected
 
 
 def test_free_memory_is_known_here():
@@ -107,7 +141,7 @@ def test_the_name_of_the_cache_keyword_stands_in_one_place():
             self.seen = past_key_values
             return type("Outputs", (), {"last_hidden_state": input_ids})
 
-    older, marker = Older(), RaggedCache(SHAPES, 1, 2)
+    older, marker = Older(), SlotCache(SHAPES, 1, 2)
     run_backbone(older, torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1, 1, 1, 1), marker)
     assert older.seen is marker
 
@@ -143,7 +177,7 @@ def test_sliding_windows_are_counted_by_position(make_model, attention):
 
 
 def test_layers_that_no_mask_by_position_can_express_are_refused():
-    config = gemma3().config
-    config.layer_types = ["sliding_attention", "chunked_attention"]
+    model = gemma3()
+    model.config.layer_types = ["sliding_attention", "chunked_attention"]
     with pytest.raises(InputError, match="chunked_attention"):
-        Visibility(config, torch.float32)
+        engine_of(model)

@@ -98,15 +98,17 @@ class SlotCache(Cache):
     Args:
         shapes: of the layers.
         num_slots: rows at the same time.
-        num_places: tokens of a slot, the query tokens of a step included.
+        max_length: tokens of a row.
+        num_spare: places of a slot beyond, for query tokens of a step.
 
     Raises:
         InputError: the slots need more memory than is free.
     """
 
-    def __init__(self, shapes: list[LayerShape], num_slots: int, num_places: int) -> None:
+    def __init__(self, shapes: list[LayerShape], num_slots: int, max_length: int, num_spare: int = 0) -> None:
         super().__init__(layers=[])
-        _check_memory(shapes, num_slots, num_places)
+        _check_memory(shapes, num_slots, max_length, num_spare)
+        num_places = max_length + num_spare
         # One place more: what must not be kept is written there.
         self.trash_place = num_places
         # Zeros, since a place that no query sees still takes part in a product with 0.
@@ -158,18 +160,22 @@ def slot_length(max_length: int | None, config: PreTrainedConfig) -> int:
     return max_length
 
 
-def _check_memory(shapes: list[LayerShape], num_slots: int, num_places: int) -> None:
+def _check_memory(shapes: list[LayerShape], num_slots: int, max_length: int, num_spare: int) -> None:
     token_bytes = sum(shape.num_bytes for shape in shapes)
+    num_places = max_length + num_spare
     slot_bytes = token_bytes * (num_places + 1)
     free_bytes = _free_memory(shapes[0].device)
     if num_slots * slot_bytes <= free_bytes:
         return
+    fits = f"{free_bytes // slot_bytes} slots of this length would fit"
+    longest = free_bytes // (token_bytes * num_slots) - 1 - num_spare
+    if longest > 1:
+        fits += f", or a max_length of {longest} with this number of slots"
     raise InputError(
         "decoding.num_slots, decoding.max_length",
         f"{num_slots} slots of {num_places} tokens at {token_bytes} bytes a token: {num_slots * slot_bytes / _GIB:.2f} GiB",
         f"at most {free_bytes / _GIB:.2f} GiB, which is free on {shapes[0].device}",
-        f"{free_bytes // slot_bytes} slots of this length would fit, or {max(free_bytes // (token_bytes * num_slots) - 1, 0)} "
-        f"tokens with this number of slots.",
+        f"{fits}.",
     )
 
 

@@ -47,7 +47,7 @@ class DecoderModel:
         self.device = model.device
         self.vocab_size: int = model.get_input_embeddings().weight.shape[0]
         self._max_length = max_length
-        self._cache = SlotCache(self._probe(model), num_slots, max_length + num_spare)
+        self._cache = SlotCache(self._probe(model), num_slots, max_length, num_spare)
         self.seconds = 0.0
 
     def _probe(self, model: PreTrainedModel) -> list[LayerShape]:
@@ -123,6 +123,7 @@ class DecoderModel:
         self.seconds += time.perf_counter() - began
         return values
 
+    @torch.inference_mode()
     def measure(self, num_rows: int, num_lanes: int, num_picks: int) -> float:
         """Seconds of a step of `num_rows` rows with `num_lanes` query tokens each, of which `num_picks` go through the head.
 

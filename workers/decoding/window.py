@@ -7,6 +7,7 @@ tokens per second (goodput, arXiv 2406.14066); one token per forward is among th
 
 import itertools
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -18,7 +19,7 @@ Measure = Callable[[int, int, int], float]
 _MEMORY = 0.98  # what a step leaves of the weight of those before it
 _PRIOR_SHARE, _PRIOR_WEIGHT = 0.7, 2.0
 _STEPS_BETWEEN_TRIALS = 128
-_MOST_MEASURED_TOKENS = 256
+_LONGEST_MEASURED = 0.25  # seconds of a forward beyond which larger ones are taken to grow in proportion
 _MARGIN = 1.02  # by which more than one token per forward must be better: what a measurement may be wrong by
 
 
@@ -67,18 +68,22 @@ class StepCosts:
     Args:
         measure: of one size.
         num_slots: most rows.
+        most_lanes: most query tokens of a row.
     """
 
-    def __init__(self, measure: Measure, num_slots: int) -> None:
-        self._measure, self._num_slots = measure, num_slots
+    def __init__(self, measure: Measure, num_slots: int, most_lanes: int) -> None:
+        self._measure, self._num_slots, self._most_lanes = measure, num_slots, most_lanes
         self._curve = cache(self._measured_curve)
 
     def seconds(self, num_rows: int, num_lanes: float, num_picks: float) -> float:
         """Of `num_rows` rows with so many query tokens and logits each."""
         lanes, forward, head = self._curve(self._bucket(num_rows))
-        place = min(max(bisect_left(lanes, num_lanes), 1), len(lanes) - 1)
+        picks = (num_picks - 1) * head
+        if num_lanes >= lanes[-1]:
+            return forward[-1] * num_lanes / lanes[-1] + picks
+        place = max(bisect_left(lanes, num_lanes), 1)
         share = (num_lanes - lanes[place - 1]) / (lanes[place] - lanes[place - 1])
-        return forward[place - 1] + share * (forward[place] - forward[place - 1]) + (num_picks - 1) * head
+        return forward[place - 1] + share * (forward[place] - forward[place - 1]) + picks
 
     def _bucket(self, num_rows: int) -> int:
         """The next power of two, so that few sizes are measured."""
@@ -86,14 +91,14 @@ class StepCosts:
 
     def _measured_curve(self, num_rows: int) -> tuple[list[int], list[float], float]:
         """Numbers of query tokens, their seconds with one pick, and the seconds of each further pick."""
-        lanes = [1, 2, 4]
-        while lanes[-1] * 2 * num_rows <= _MOST_MEASURED_TOKENS and lanes[-1] < 64:
+        lanes, forward = [1], [self._measure(num_rows, 1, 1)]
+        while lanes[-1] < self._most_lanes and (forward[-1] < _LONGEST_MEASURED or len(lanes) < 3):
             lanes.append(lanes[-1] * 2)
-        forward = [self._measure(num_rows, size, 1) for size in lanes]
+            forward.append(self._measure(num_rows, lanes[-1], 1))
         # A larger forward is never quicker; what says otherwise is noise.
         forward = list(itertools.accumulate(forward, max))
         most = lanes[-1]
-        head = max(self._measure(num_rows, most, most) - forward[-1], 0.0) / (most - 1)
+        head = max(self._measure(num_rows, most, most) - forward[-1], 0.0) / max(most - 1, 1)
         return lanes, forward, head
 
 
@@ -109,7 +114,7 @@ class WindowChooser:
     def __init__(self, block_size: int, costs: StepCosts, mode: Literal["verified", "tau"]) -> None:
         self._block_size, self._costs, self._mode = block_size, costs, mode
         self._statistics = AcceptanceStatistics(block_size - 1)
-        self._num_idle_steps = 0
+        self._num_idle_steps: Counter[bool | None] = Counter()  # of the rows with each wish for branches
 
     def observe(self, num_drafts: int, num_accepted: int) -> None:
         """Adds what became of a row's drafts in a step."""
@@ -128,11 +133,11 @@ class WindowChooser:
         if self._tokens_per_second(best, num_rows) < _MARGIN * self._tokens_per_second(ONE_TOKEN, num_rows):
             best = ONE_TOKEN
         if best.window > 1:
-            self._num_idle_steps = 0
+            self._num_idle_steps[branches] = 0
             return best
         # Now and then two steps look whether drafts have become worth while: one drafts, the next one checks.
-        self._num_idle_steps = (self._num_idle_steps + 1) % _STEPS_BETWEEN_TRIALS
-        return WindowChoice(2, has_branches=False) if self._num_idle_steps >= _STEPS_BETWEEN_TRIALS - 2 else ONE_TOKEN
+        num_idle_steps = self._num_idle_steps[branches] = (self._num_idle_steps[branches] + 1) % _STEPS_BETWEEN_TRIALS
+        return WindowChoice(2, has_branches=False) if num_idle_steps >= _STEPS_BETWEEN_TRIALS - 2 else ONE_TOKEN
 
     def _candidates(self, branches: bool | None) -> list[WindowChoice]:
         kinds = [False] if self._mode == "tau" else [False, True] if branches is None else [branches]
