@@ -185,7 +185,19 @@ def test_costs_are_measured_once_for_each_power_of_two_rows():
     assert len(sizes) == num_measured
     costs.seconds(5, 7, 5)
     assert {rows for rows, _, _ in sizes} == {4, 6}
-    assert all(rows * lanes <= 256 for rows, lanes, _ in sizes)
+    assert max(lanes for _, lanes, _ in sizes) == 64
+
+
+def test_forwards_that_take_long_are_not_measured_and_grow_in_proportion():
+    sizes = []
+
+    def measure(num_rows: int, num_lanes: int, num_picks: int) -> float:
+        sizes.append(num_lanes)
+        return 0.1 * num_lanes
+
+    costs = StepCosts(measure, num_slots=1)
+    assert costs.seconds(1, 40, 1) == pytest.approx(4.0)
+    assert sorted(set(sizes)) == [1, 2, 4]
     assert math.isfinite(costs.seconds(6, 4096, 127))
 
 

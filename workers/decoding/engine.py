@@ -94,7 +94,7 @@ class DecodingEngine:
             shares_prefixes=cache != "none",
         )
         self._picker: Picker | None = None
-        costs = StepCosts(self._model.measure, num_slots)
+        costs = StepCosts(self._model.measure, num_slots, most_lanes=block_size**2)
         self._choosers = {
             "verified": WindowChooser(block_size, costs, "verified"),
             "tau": WindowChooser(block_size, costs, "tau"),

@@ -71,7 +71,7 @@ class StepCosts:
         most_lanes: most query tokens of a row.
     """
 
-    def __init__(self, measure: Measure, num_slots: int, most_lanes: int) -> None:
+    def __init__(self, measure: Measure, num_slots: int, most_lanes: int = 64) -> None:
         self._measure, self._num_slots, self._most_lanes = measure, num_slots, most_lanes
         self._curve = cache(self._measured_curve)
 
