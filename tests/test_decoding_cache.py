@@ -90,6 +90,16 @@ def test_room_for_branches_grows_with_the_block_size():
         assert engine_of(tiny_model("llama"), block_size=block_size)._model._cache.trash_place == 40 + num_spare
 
 
+@pytest.mark.parametrize(("block_size", "max_length"), [(15, 80), (16, 5), (1, 2), (8, 128)])
+def test_measurements_fit_into_short_slots(block_size, max_length):
+    """The widest size is a power of two above W * W: it once was larger than the slot."""
+    engine = engine_of(tiny_model("llama"), block_size=block_size, max_length=max_length)
+    for num_lanes in (1, block_size**2, 256, 512):
+        assert engine._model.measure(2, num_lanes, num_lanes) > 0
+    result = engine.generate_all([Request("a", (2,), RowDecodingSettings(max_new_tokens=6))])[0]
+    assert len(result.token_ids) == min(6, max_length - 1) or result.finish_reason == "stop"
+
+
 def test_the_plain_model_is_what_it_was_after_the_engine_ran():
     """Its attention is given back after each step, and after a step that failed."""
     model = tiny_model("gemma2")

@@ -129,7 +129,9 @@ class DecoderModel:
 
         Nothing of it is kept, so it may be called between steps.
         """
-        start = min(_CONTEXT_OF_MEASUREMENTS, self._max_length - 1)
+        # Sizes are powers of two, so the last may be larger than what a short slot holds.
+        num_lanes = min(num_lanes, self._cache.trash_place)
+        start = min(_CONTEXT_OF_MEASUREMENTS, self._max_length - 1, self._cache.trash_place - num_lanes)
         query = RowQuery([0] * num_lanes, num_lanes)
         rows = [PlacedQuery(slot, start, query) for slot in range(num_rows)]
         seconds = []
