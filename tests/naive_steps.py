@@ -61,7 +61,8 @@ def random_rows(random: Random, *, num_slots: int, max_length: int, vocab_size: 
         is_prompt = random.random() < 0.3
         num_certain = random.randint(1, 30 if is_prompt else 3)
         num_drafts = 0 if is_prompt else random.randint(0, 4)
-        run_length = random.randint(0, 4)
+        # Some runs are longer than the sliding windows of the tests.
+        run_length = random.randint(0, 8)
         num_runs = num_drafts + 1 if random.random() < 0.5 and run_length else 1
         num_real = num_certain + num_drafts
         token_ids = [random.randrange(vocab_size) for _ in range(num_real + num_runs * run_length)]

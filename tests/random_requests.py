@@ -158,6 +158,7 @@ def equals_naive(result: Result, request: Request, answer: NaiveAnswer) -> bool:
     assert result.num_prompt_tokens == len(request.prompt_ids)
     assert sum(kept * count for kept, count in result.kept_per_forward.items()) == len(result.token_ids)
     assert sum(result.kept_per_forward.values()) == result.num_forwards <= len(result.token_ids)
+    assert sum(result.forwards_per_window.values()) == result.num_forwards
     if request.decoding.mode != "verified":
         assert result.num_forwards == answer.num_forwards or answer.smallest_gap < NEAR_TIE
     if request.decoding.logprobs:

@@ -10,6 +10,7 @@ from tiny_models import tiny_model
 from workers.config import RowDecodingSettings
 from workers.decoding.engine import DecodingEngine
 from workers.decoding.request import Request, Result
+from workers.decoding.window import WindowChoice
 from workers.errors import InputError
 
 
@@ -245,3 +246,15 @@ def test_a_bad_request_has_its_result_at_once():
     assert result.error.code == "empty_prompt"
     assert not engine.has_work
     assert not engine.cancel(ticket)
+
+
+def test_an_automatic_window_in_tau_mode_keeps_what_the_threshold_lets_pass():
+    """And says for each row which windows it had: with it the text may differ from run to run."""
+    script = Script((9,), tuple(range(11, 41)), (1.0, 1.0, 0.5) * 10)
+    engine = scripted_engine(script, block_size=4)
+    engine._choosers["tau"].choose = lambda num_rows, branches: WindowChoice(3, False)
+    request = request_of(script, mode="tau", window="auto", threshold=0.9, max_new_tokens=30)
+    result = engine.generate_all([request])[0]
+    # 1.0 1.0 | 0.5 1.0 1.0 | 0.5 ...
+    assert (result.token_ids, result.num_forwards) == (script.tokens, 11)
+    assert result.forwards_per_window == {"3": 11}

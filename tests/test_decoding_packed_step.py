@@ -103,8 +103,8 @@ def check_attention(
     num_tokens, num_heads = len(step.token_N), num_key_heads * num_shared
     # As a model gives them: heads and tokens change places without a copy.
     query_1HND = torch.randn(1, num_tokens, num_heads, 8, generator=generator).transpose(1, 2)
-    keys_SKPD = torch.randn(rows[-1].slot + 1, num_key_heads, MAX_LENGTH + 30, 8, generator=generator)
-    values_SKPD = torch.randn(rows[-1].slot + 1, num_key_heads, MAX_LENGTH + 30, 5, generator=generator)
+    keys_SKPD = torch.randn(rows[-1].slot + 1, num_key_heads, MAX_LENGTH + 50, 8, generator=generator)
+    values_SKPD = torch.randn(rows[-1].slot + 1, num_key_heads, MAX_LENGTH + 50, 5, generator=generator)
     context = StepContext(step, WINDOWS, CPU)
     sign = context.signs[layer_type]
     options = {"scaling": 0.4, "softcap": softcap, "decoding_step": context}
