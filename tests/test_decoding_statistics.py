@@ -101,7 +101,7 @@ def test_measurements_of_the_automatic_window_are_time_of_the_model():
         measured.append(engine._model.seconds - began)
         return seconds
 
-    engine._choosers["verified"]._costs._measure = slow_measure
+    engine._windows._choosers["verified"]._costs._measure = slow_measure
     engine.generate_all([request_of(script, mode="verified", max_new_tokens=20)])
     assert measured
     assert engine.statistics.model_seconds >= sum(measured) > 0
@@ -121,3 +121,21 @@ def test_rows_that_are_taken_back_leave_their_forwards_and_no_answer():
     assert counts.num_rows == 1
     assert counts.num_row_forwards == 1 + 4 == sum(counts.kept_per_forward.values())
     assert counts.num_kept_tokens == 2 + 8 == sum(len(each.token_ids) for each in told)
+
+
+def test_query_tokens_of_the_block_cache():
+    """A block's tokens run again and again until it is full; the forward that has all of them commits it, and only that one."""
+    script = Script((9, 8, 7), tuple(range(20, 27)))
+    engine = scripted_engine(script, cache="block", cache_block=3)
+    result = engine.generate_all([request_of(script, mode="one_token", max_new_tokens=7)])[0]
+    assert (result.token_ids, result.num_forwards) == (script.tokens, 7)
+    assert result.num_query_tokens == 3 + (1 + 2 + 3) + (1 + 2 + 3)
+
+
+def test_windows_of_the_block_cache_end_at_its_borders():
+    """Blocks of 5 and windows of 3: 3 and 2 tokens, 3 and 2 tokens, and what is left."""
+    script = Script((9, 8, 7), tuple(range(20, 32)))
+    engine = scripted_engine(script, cache="block", cache_block=5)
+    result = engine.generate_all([request_of(script, window=3, max_new_tokens=12)])[0]
+    assert (result.token_ids, result.num_forwards) == (script.tokens, 5)
+    assert result.kept_per_forward == {3: 2, 2: 3}
