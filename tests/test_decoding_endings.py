@@ -93,3 +93,12 @@ def test_context_never_exceeds_max_length():
     script = Script((9, 8, 7), tuple(range(20, 40)))
     result = scripted_engine(script, max_length=10).generate_all([request_of(script, window=4)])[0]
     assert (result.token_ids, result.finish_reason) == (tuple(range(20, 27)), "length")
+
+
+@pytest.mark.parametrize("mode", ["one_token", "tau", "verified"])
+def test_tokens_behind_a_stop_string_take_their_log_probabilities_along(mode):
+    script = Script((9,), tuple(b"1234567890"))
+    window = {} if mode == "one_token" else {"window": 4}
+    result = decode_one(script, mode=mode, stop=("56",), logprobs=True, max_new_tokens=10, **window)
+    assert result.token_ids == tuple(b"123456")
+    assert result.logprobs == pytest.approx([0.0] * 6)
