@@ -61,11 +61,10 @@ class OutputTask:
             ("num_prompt_tokens", pa.int32()),
             ("num_generated_tokens", pa.int32()),
             ("num_forwards", pa.int32()),
+            ("forwards_per_window", pa.map_(pa.string(), pa.int32())),
         ]
         if self.decoding.logprobs:
             fields.append(("logprobs", pa.list_(pa.float32())))
-        if self.decoding.window == "auto":  # in tau mode the text depends on it
-            fields.append(("forwards_per_window", pa.map_(pa.string(), pa.int32())))
         return pa.schema([*pa.schema(fields), *self.extra])
 
     def error_schema(self) -> pa.Schema:
@@ -135,7 +134,8 @@ class InferenceActor:
             prompts=task.prompts,
             decoding=task.decoding,
         )
-        built = [builder.build(row) for row in unit_rows.rows]
+        # In a thread, so that the engine goes on with the rows of other units.
+        built = await asyncio.to_thread(lambda: [builder.build(row) for row in unit_rows.rows])
         requests = [request for request in built if not isinstance(request, RowFault)]
         results = iter(await asyncio.gather(*map(engine.generate, requests)))
         return {

@@ -1,6 +1,7 @@
 """The quickstart's table and `report.json`, from what its jobs have left on disk."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -71,17 +72,23 @@ def write_quickstart_report(
         "generate_seconds": round(generate_seconds, 1),
         "settings": rows,
     }
-    publish_report(resolve(f"{folder}/report.json"), report)
+    path = resolve(f"{folder}/report.json")
+    publish_report(path, report)
+    return _table(rows, report | {"path": path})
+
+
+def _table(rows: Mapping[str, list[dict[str, Any]]], report: Mapping[str, Any]) -> str:
+    """What people read at the end: a line for each setting, and the facts below."""
     lines = [
         [name, *(row[column] for column in _COLUMNS)] for stage, name in _STAGE_NAMES.items() for row in rows[stage]
     ]
     facts = {
-        "held-out prompts": num_prompts,
+        "held-out prompts": report["num_prompts"],
         "of these with an operand pair seen in training": report["heldout_pairs_in_training"],
-        "forwards by automatic window": _shares(automatic["forwards_per_window"]),
+        "forwards by automatic window": _shares(report["auto"]["forwards_per_window"]),
         "training, seconds": report["train_seconds"],
         "decoding, seconds": report["generate_seconds"],
-        "report": resolve(f"{folder}/report.json"),
+        "report": report["path"],
     }
     return text_table(("model", *_COLUMNS.values()), lines) + "\n" + facts_table(facts)
 

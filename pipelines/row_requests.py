@@ -81,8 +81,9 @@ class RequestBuilder:
         own = {name: value for name, value in own.items() if value is not None}
         if "threshold" in own:
             own.setdefault("mode", "tau")
-        # The job's threshold belongs to the job's mode: a row with a mode of its own starts from that mode's default.
-        defaults = {name: value for name, value in self._defaults.items() if name != "threshold" or "mode" not in own}
+        # They belong to the job's mode: a row with a mode of its own starts from that mode's defaults.
+        dropped = ("threshold", "draft_branches") if "mode" in own else ()
+        defaults = {name: value for name, value in self._defaults.items() if name not in dropped}
         try:
             # JSON mode, as for recipes: strict about types, yet a list is a tuple and 1 is a float.
             return RowDecodingSettings.model_validate_json(json.dumps({**defaults, **own}))

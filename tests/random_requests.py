@@ -49,6 +49,9 @@ class RandomChooser:
     def __init__(self, block_size: int, random: Random) -> None:
         self._block_size, self._random = block_size, random
 
+    def age(self) -> None:
+        """It learns nothing."""
+
     def observe(self, num_drafts: int, num_accepted: int) -> None:
         assert 0 <= num_accepted <= num_drafts > 0
 

@@ -92,3 +92,50 @@ def test_a_model_that_fails_tells_everybody_and_the_next_request_starts_afresh(m
         assert (await engine.generate(request_of(1))).token_ids == SCRIPTS[1].tokens
 
     asyncio.run(run())
+
+
+def test_a_request_that_cannot_even_be_looked_at_fails_alone() -> None:
+    async def run() -> None:
+        engine = AsyncEngine(make_engine())
+        nonsense = Request("x", ("x",), RowDecodingSettings())
+        requests = [request_of(0), nonsense, request_of(1), request_of(2)]
+        outcomes = await asyncio.gather(*(engine.generate(each) for each in requests), return_exceptions=True)
+        assert isinstance(outcomes[1], TypeError)
+        assert [outcomes[place].token_ids for place in (0, 2, 3)] == [SCRIPTS[place].tokens for place in range(3)]
+
+    asyncio.run(run())
+
+
+def test_who_arrives_while_a_step_fails_is_not_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        core = make_engine()
+        engine = AsyncEngine(core)
+        loop, step = asyncio.get_running_loop(), core.step
+        late: list[asyncio.Task] = []
+
+        def broken() -> None:
+            monkeypatch.setattr(core, "step", step)
+            loop.call_soon_threadsafe(lambda: late.append(asyncio.create_task(engine.generate(request_of(4)))))
+            raise RuntimeError("out of memory")
+
+        monkeypatch.setattr(core, "step", broken)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            await engine.generate(request_of(3))
+        while not late:
+            await asyncio.sleep(0)
+        assert (await late[0]).token_ids == SCRIPTS[4].tokens
+
+    asyncio.run(run())
+
+
+def test_a_request_that_still_waits_for_a_slot_can_be_cancelled() -> None:
+    async def run() -> None:
+        engine = AsyncEngine(make_engine(num_slots=1))
+        first, second = (asyncio.create_task(engine.generate(request_of(place))) for place in (5, 4))
+        await asyncio.sleep(0)
+        second.cancel()
+        assert (await first).token_ids == SCRIPTS[5].tokens
+        assert (await engine.generate(request_of(0))).token_ids == SCRIPTS[0].tokens
+        assert engine.num_requests == 0
+
+    asyncio.run(run())

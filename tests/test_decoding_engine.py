@@ -252,7 +252,7 @@ def test_an_automatic_window_in_tau_mode_keeps_what_the_threshold_lets_pass():
     """And says for each row which windows it had: with it the text may differ from run to run."""
     script = Script((9,), tuple(range(11, 41)), (1.0, 1.0, 0.5) * 10)
     engine = scripted_engine(script, block_size=4)
-    engine._choosers["tau"].choose = lambda num_rows, branches: WindowChoice(3, False)
+    engine._windows._choosers["tau"].choose = lambda num_rows, branches: WindowChoice(3, False)
     request = request_of(script, mode="tau", window="auto", threshold=0.9, max_new_tokens=30)
     result = engine.generate_all([request])[0]
     # 1.0 1.0 | 0.5 1.0 1.0 | 0.5 ...

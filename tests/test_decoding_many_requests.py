@@ -121,7 +121,7 @@ def test_many_requests(cache, num_requests):
         cache_block=CACHE_BLOCK,
         prefill_chunk=48,
     )
-    engine._choosers["verified"] = RandomChooser(BLOCK_SIZE, random)
+    engine._windows._choosers["verified"] = RandomChooser(BLOCK_SIZE, random)
     kinds = kinds_of(random, 80, CACHE_BLOCK if cache == "block" else None)
     tally = run(engine, kinds, num_requests, random)
     assert set(tally.results) == set(tally.kinds)

@@ -30,7 +30,7 @@ from tiny_models import MASK_ID
 def test_engine_equals_the_naive_loop(model_type, cache, requests, options, seed, has_random_windows):
     engine = make_engine(model_type, cache=cache, **options)
     if has_random_windows:
-        engine._choosers["verified"] = RandomChooser(options["block_size"], Random(seed))
+        engine._windows._choosers["verified"] = RandomChooser(options["block_size"], Random(seed))
     results = run_with_late_requests(engine, requests, Random(seed))
     num_near_ties = 0
     for request, result in zip(requests, results, strict=True):
@@ -97,7 +97,7 @@ def test_verified_rows_say_what_one_token_rows_say(requests, seed):
     )
     for cache in ("ragged", "block", "none"):
         engine = make_engine("qwen3", cache=cache, cache_block=5)
-        engine._choosers["verified"] = RandomChooser(4, Random(seed))
+        engine._windows._choosers["verified"] = RandomChooser(4, Random(seed))
         for ours, theirs in zip(engine.generate_all(requests), expected, strict=True):
             assert (ours.token_ids, ours.text, ours.finish_reason) == (
                 theirs.token_ids,

@@ -79,3 +79,17 @@ def test_a_model_is_compared_with_itself_before_it_decodes(monkeypatch: pytest.M
     with pytest.raises(InputError, match="whose layers fail with RuntimeError: shapes do not fit"):
         engine.check(model)
     model.model.layers[0].self_attn = earlier
+
+
+def test_a_short_slot_is_no_reason_to_refuse_a_model() -> None:
+    for max_length in (2, 3, 7):
+        model = tiny_model("gpt2")
+        make_engine(model, max_length=max_length).check(model)
+
+
+def test_positions_that_depend_on_the_longest_row_are_refused_beyond_their_original_length() -> None:
+    model = tiny_model("llama")
+    model.config.rope_parameters = {"rope_type": "longrope", "original_max_position_embeddings": 64}
+    with pytest.raises(InputError, match=r"decoding\.max_length: found 80, .*longrope.* expected at most 64"):
+        make_engine(model)
+    make_engine(model, max_length=64)

@@ -110,13 +110,17 @@ def test_penalties_forbidden_and_early_end_tokens_equal_generate(mode):
 def record_logits(engine: DecodingEngine) -> dict:
     """Collects, for each row id and forward: the answer so far, the query's tokens, and the logits of all of them."""
     seen: dict = {}
-    lay_out, forward = engine._lay_out, engine._model.forward
+    next_turns, pack, forward = engine._scheduler.next_turns, engine._model.pack, engine._model.forward
+    turns: list = []
     current: list = []
 
-    def recording_layout(turns):
-        queries = lay_out(turns)
-        current[:] = zip([turn.row for turn in turns], queries, strict=True)
-        return queries
+    def recording_turns():
+        turns[:], copies = next_turns()
+        return list(turns), copies
+
+    def recording_pack(placed):
+        current[:] = [(turn.row, each.query) for turn, each in zip(turns, placed, strict=True)]
+        return pack(placed)
 
     def recording_forward(step, **options):
         hidden_ND = forward(step, **options)
@@ -126,7 +130,8 @@ def record_logits(engine: DecodingEngine) -> dict:
             seen.setdefault(row.request.id, []).append((row.token_ids[: row.num_cached], query, own_LV))
         return hidden_ND
 
-    engine._lay_out, engine._model.forward = recording_layout, recording_forward
+    engine._scheduler.next_turns = recording_turns
+    engine._model.pack, engine._model.forward = recording_pack, recording_forward
     return seen
 
 

@@ -62,7 +62,11 @@ def test_resuming_with_other_settings_names_the_field(tmp_path: Path, model: str
         (
             "prompts.paths",
             fingerprint(
-                (PromptFile("/in/a.parquet", 11, "1", "a"),), model, PromptSettings(), DecodingSettings(mode="tau"), False
+                (PromptFile("/in/a.parquet", 11, "1", "a"),),
+                model,
+                PromptSettings(),
+                DecodingSettings(mode="tau"),
+                False,
             ),
         ),
         (
@@ -84,7 +88,9 @@ def test_input_of_the_same_size_with_other_content_is_named(tmp_path: Path, mode
 
     def manifest() -> Manifest:
         files = list_prompt_files((str(folder),))
-        return Manifest(str(tmp_path / "out"), fingerprint(files, model, PromptSettings(), DecodingSettings(mode="tau"), False))
+        return Manifest(
+            str(tmp_path / "out"), fingerprint(files, model, PromptSettings(), DecodingSettings(mode="tau"), False)
+        )
 
     manifest().start(overwrite=False)
     assert not manifest().check(overwrite=False)

@@ -44,7 +44,7 @@ class EngineSettings(Settings):
 
 
 class RowDecodingSettings(AnswerSettings):
-    """How one row is decoded; each field may also stand in the row itself."""
+    """How one row is decoded."""
 
     # Before the mode, which follows from it.
     threshold: Threshold | None = Field(

@@ -65,16 +65,22 @@ class AsyncEngine:
         loop = asyncio.get_running_loop()
         try:
             while self._admit():
-                for progress in await loop.run_in_executor(self._thread, self._engine.step):
-                    self._tell(progress)
-        except Exception as error:  # noqa: BLE001 - everybody who waits must hear of it
-            for queue in [*self._readers.values(), *(queue for _, queue in self._arrivals)]:
-                queue.put_nowait(error)
-            self._readers.clear()
-            self._arrivals.clear()
-            self._engine.clear()
+                try:
+                    steps = await loop.run_in_executor(self._thread, self._engine.step)
+                except Exception as error:  # noqa: BLE001 - everybody who was in the step must hear of it
+                    self._fail(error)
+                else:
+                    for progress in steps:
+                        self._tell(progress)
         finally:
             self._driver = None
+
+    def _fail(self, error: Exception) -> None:
+        """Ends all requests in the engine; those that have not entered it yet start afresh."""
+        for queue in self._readers.values():
+            queue.put_nowait(error)
+        self._readers.clear()
+        self._engine.clear()
 
     def _admit(self) -> bool:
         """Takes in and out what has come since the last step; returns whether there is work."""
@@ -86,7 +92,11 @@ class AsyncEngine:
         for request, queue in arrivals:
             if id(queue) in gone:
                 continue
-            ticket, refused = self._engine.submit(request)
+            try:
+                ticket, refused = self._engine.submit(request)
+            except Exception as error:  # noqa: BLE001 - it is the affair of who asked, and of nobody else
+                queue.put_nowait(error)
+                continue
             if refused is None:
                 self._readers[ticket] = queue
             else:

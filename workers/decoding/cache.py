@@ -148,9 +148,13 @@ def slot_length(max_length: int | None, config: PreTrainedConfig) -> int:
     """Places of a slot: `max_length`, or as many positions as the model has.
 
     Raises:
-        InputError: more than the model has, or no limit at all.
+        InputError: more than the model has, or no limit at all; or so many that a row's text would depend on its neighbours.
     """
-    num_positions: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    config = config.get_text_config()
+    num_positions: int | None = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        _check_longrope(max_length or num_positions, rope.get("original_max_position_embeddings"))
     if max_length is None:
         if num_positions is None:
             raise InputError("decoding.max_length", "null", "a number", "The model names no longest sequence.")
@@ -158,6 +162,17 @@ def slot_length(max_length: int | None, config: PreTrainedConfig) -> int:
     if num_positions is not None and max_length > num_positions:
         raise InputError("decoding.max_length", str(max_length), f"at most {num_positions}, the model's positions")
     return max_length
+
+
+def _check_longrope(length: int | None, original: int | None) -> None:
+    """Such models take other frequencies for all rows of a step as soon as one of them is longer than the original length."""
+    if length is None or original is None or length > original:
+        raise InputError(
+            "decoding.max_length",
+            f"{length}, of a model with longrope positions",
+            f"at most {original}, its original length",
+            "Beyond it, the text of a row would depend on the other rows of its batch.",
+        )
 
 
 def _check_memory(shapes: list[LayerShape], num_slots: int, max_length: int, num_spare: int) -> None:
@@ -180,7 +195,11 @@ def _check_memory(shapes: list[LayerShape], num_slots: int, max_length: int, num
 
 
 def _free_memory(device: torch.device) -> int:
-    """Bytes that can be allocated on the device."""
+    """Bytes of the device that slots may take: nine tenths of what is free, for a step needs some too."""
+    return int(0.9 * _unused_memory(device))
+
+
+def _unused_memory(device: torch.device) -> int:
     if device.type == "cuda":
         # Memory that torch holds but does not use counts as free.
         held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

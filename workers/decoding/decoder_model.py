@@ -68,14 +68,15 @@ class DecoderModel:
         Raises:
             InputError: they differ, or the model's layers cannot run packed steps.
         """
-        token_ids = [7919 * place % self.vocab_size for place in range(sum(_CHECKED_TOKENS))]
+        num_tokens = min(sum(_CHECKED_TOKENS), self._max_length)
+        token_ids = [7919 * place % self.vocab_size for place in range(num_tokens)]
         expected_NV = model(torch.tensor([token_ids], device=self.device), use_cache=False).logits[0].float()
         logits, start = [], 0
         try:
-            for num_tokens in _CHECKED_TOKENS:
-                query = RowQuery(token_ids[start : start + num_tokens], num_tokens)
+            for end in (min(_CHECKED_TOKENS[0], num_tokens - 1), num_tokens):
+                query = RowQuery(token_ids[start:end], end - start)
                 logits.append(self.logits(self.forward(self.pack([PlacedQuery(0, start, query)]))))
-                start += num_tokens
+                start = end
         except (RuntimeError, TypeError, AttributeError) as error:
             found = f"{model.config.model_type}, whose layers fail with {type(error).__name__}: {error}"
             raise InputError("model type", found, "layers that use the attention interface of transformers") from error

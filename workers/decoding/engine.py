@@ -4,9 +4,9 @@ A step: the scheduler names the rows and how much of each runs -> the strategy l
 the slots of the cache -> tokens are picked, and how many are kept -> end tokens, stop strings and budgets -> results.
 """
 
-import logging
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -22,7 +22,6 @@ from workers.decoding.request import (
     Progress,
     Request,
     Result,
-    allowed_window,
     failed_result,
     find_error,
     row_seed,
@@ -31,9 +30,7 @@ from workers.decoding.row import Row
 from workers.decoding.scheduler import Scheduler, Turn
 from workers.decoding.statistics import RunStatistics
 from workers.decoding.strategies.mars import RowQuery, lay_out
-from workers.decoding.window import StepCosts, WindowChoice, WindowChooser
-
-logger = logging.getLogger(__name__)
+from workers.decoding.window_policy import WindowPolicy
 
 _WIDEST_BRANCHED = 8
 
@@ -94,13 +91,8 @@ class DecodingEngine:
             shares_prefixes=cache != "none",
         )
         self._picker: Picker | None = None
-        costs = StepCosts(self._model.measure, num_slots, most_lanes=block_size**2)
-        self._choosers = {
-            "verified": WindowChooser(block_size, costs, "verified"),
-            "tau": WindowChooser(block_size, costs, "tau"),
-        }
+        self._windows = WindowPolicy(block_size, self._model.measure, num_slots)
         self._num_submitted = 0
-        self._warned_windows: set[int] = set()
         self.statistics = RunStatistics()
 
     def check(self, model: PreTrainedModel) -> None:
@@ -150,7 +142,7 @@ class DecodingEngine:
             request,
             ticket,
             seed=row_seed(request, self._run_seed),
-            window=self._window(request.decoding),
+            window=self._windows.window_of(request.decoding),
             max_tokens=min(num_prompt + request.decoding.max_new_tokens, self.max_length),
             token_ids=list(request.prompt_ids),
         )
@@ -160,6 +152,17 @@ class DecodingEngine:
     def cancel(self, ticket: int) -> bool:
         """Forgets a request; False if it is finished or unknown. Its slot is free for the next step."""
         return self._scheduler.cancel(ticket) is not None
+
+    def set_threshold(self, ticket: int, threshold: float) -> bool:
+        """Changes tau of a request in tau mode from the next step on; False if it is finished, unknown or in another mode."""
+        row = self._scheduler.find(ticket)
+        if row is None or row.request.decoding.mode != "tau":
+            return False
+        changed = RowDecodingSettings.model_validate(row.request.decoding.model_dump() | {"threshold": threshold})
+        row.request = replace(row.request, decoding=changed)
+        row.window = self._windows.window_of(changed)
+        self._picker = None
+        return True
 
     def clear(self) -> None:
         """Forgets all requests."""
@@ -172,18 +175,23 @@ class DecodingEngine:
         turns, copies = self._scheduler.next_turns()
         assert turns, "no request to decode"
         self._model.copy_prefixes(copies)
-        queries = self._lay_out(turns)
+        queries = [
+            lay_out(turn, self._mask_token_id, window=choice.window, has_branches=choice.has_branches)
+            for turn, choice in zip(turns, self._windows.choose(turns), strict=True)
+        ]
         step = self._model.pack(
             [PlacedQuery(turn.row.slot, turn.row.num_cached, query) for turn, query in zip(turns, queries, strict=True)]
         )
-        hidden_ND = self._model.forward(step)
         picking = [place for place, turn in enumerate(turns) if turn.picks]
-        picks: list[RowPicks | None] = [None] * len(turns)
+        # All that goes to the device goes before the forward, which a GPU then runs while the host waits only once.
+        plan = None
         if picking:
-            first_B = step.first_B if len(picking) == len(turns) else step.first_B[picking]
             picker = self._picker_for([turns[place].row for place in picking])
-            picked = picker.pick(self._model, [queries[place] for place in picking], first_B, hidden_ND)
-            for place, row_picks in zip(picking, picked, strict=True):
+            plan = picker.plan([queries[place] for place in picking], step.first_of(picking))
+        hidden_ND = self._model.forward(step)
+        picks: list[RowPicks | None] = [None] * len(turns)
+        if plan is not None:
+            for place, row_picks in zip(picking, picker.pick(self._model, plan, hidden_ND), strict=True):
                 picks[place] = row_picks
         counts = self.statistics
         counts.num_model_calls += 1
@@ -199,47 +207,36 @@ class DecodingEngine:
         return progress
 
     def _run(self, requests: Iterable[Request]) -> Iterator[tuple[int, Result]]:
-        """Submits requests as there is room and steps until all are done; yields (place in `requests`, result)."""
-        assert not self.has_work, "another run of this engine is not finished"
-        first_ticket = self._num_submitted
-        source = iter(requests)
+        """Submits requests as there is room and steps until all are done; yields (place in `requests`, result).
+
+        Raises:
+            RuntimeError: somebody else's requests are in the engine.
+        """
+        if self.has_work:
+            raise RuntimeError("the engine has unfinished requests; use submit and step, or AsyncEngine, to mix them")
+        places: dict[int, int] = {}
+        source = enumerate(requests)
         is_open = True
         try:
-            while is_open or self.has_work:
+            while is_open or places:
                 while is_open and self._scheduler.num_waiting < self._scheduler.num_slots:
-                    request = next(source, None)
+                    place, request = next(source, (0, None))
                     if request is None:
                         is_open = False
                         break
                     ticket, result = self.submit(request)
-                    if result is not None:
-                        yield ticket - first_ticket, result
-                if self.has_work:
+                    if result is None:
+                        places[ticket] = place
+                    else:
+                        yield place, result
+                if places:
                     for progress in self.step():
                         if progress.result is not None:
-                            yield progress.ticket - first_ticket, progress.result
+                            yield places.pop(progress.ticket), progress.result
         finally:
             # A caller that stops reading leaves nothing behind in the slots.
-            self._scheduler.clear()
-
-    def _lay_out(self, turns: Sequence[Turn]) -> list[RowQuery]:
-        """The queries of a step; the automatic windows of rows with the same wishes are the same."""
-        num_picking = sum(turn.picks for turn in turns)
-        chosen: dict[tuple[str, bool | None], WindowChoice] = {}
-        queries = []
-        for turn in turns:
-            row, decoding = turn.row, turn.row.request.decoding
-            if row.window != "auto" or not turn.picks:
-                choice = WindowChoice(1 if row.window == "auto" else row.window, decoding.draft_branches is True)
-            else:
-                wishes = (decoding.mode, decoding.draft_branches)
-                if wishes not in chosen:
-                    chosen[wishes] = self._choosers[decoding.mode].choose(num_picking, decoding.draft_branches)
-                choice = chosen[wishes]
-            if turn.picks:
-                row.forwards_per_window[choice.name] += 1
-            queries.append(lay_out(turn, self._mask_token_id, window=choice.window, has_branches=choice.has_branches))
-        return queries
+            for ticket in places:
+                self.cancel(ticket)
 
     def _commit(self, turn: Turn, query: RowQuery, picks: RowPicks | None) -> Progress | None:
         """Gives a row what the step brought it, and ends the row when that is all."""
@@ -249,16 +246,12 @@ class DecodingEngine:
         self._advance_cache(row, query, 0 if picks is None else picks.num_accepted)
         if picks is None:
             return None
-        is_verified = row.request.decoding.mode == "verified"
-        if is_verified and query.num_drafts:
-            self._choosers["verified"].observe(query.num_drafts, picks.num_accepted)
-        elif row.request.decoding.mode == "tau" and query.run_length:
-            self._choosers["tau"].observe(query.run_length, len(picks.token_ids) - 1)
+        self._windows.observe(turn, query, picks)
         tokens = up_to_end(picks.token_ids, self._end_ids)
         num_before = len(row.token_ids)
         row.token_ids += tokens
         row.logprobs += picks.logprobs[: len(tokens)]
-        row.drafts = picks.drafts if is_verified else []
+        row.drafts = picks.drafts if row.request.decoding.mode == "verified" else []
         row.num_forwards += 1
         result = end_of(row, len(tokens), self._end_ids, self._tokenizer)
         num_kept = len(row.token_ids) - num_before
@@ -288,12 +281,3 @@ class DecodingEngine:
                 device=self._model.device,
             )
         return self._picker
-
-    def _window(self, decoding: RowDecodingSettings) -> int | Literal["auto"]:
-        window = allowed_window(decoding, self._block_size)
-        if window != "auto" and window > self._block_size and window not in self._warned_windows:
-            self._warned_windows.add(window)
-            logger.warning(
-                "window %d is larger than the block size %d that the model was trained with", window, self._block_size
-            )
-        return window

@@ -22,7 +22,11 @@ from workers.decoding.strategies.mars import RowQuery
 
 # A row with more lanes than this, and more than all rows that decode, reads the cache alone.
 _LANES_OF_SHORT_ROWS = 16
-_COLUMNS = 10
+# A row that reads more places than this, and than four times those of its group, would make all of them read as many.
+_PLACES_OF_SHORT_ROWS = 512
+# Numbers of a row in the table that goes to the device.
+_SLOT, _START, _NUM_REAL, _NUM_DRAFTS, _HAS_BRANCHES, _RUN_LENGTH, _FIRST, _BASE, _NUM_LANES = range(9)
+_NUM_COLUMNS = 9
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,12 @@ class PackedStep:
     output_N: Tensor
     first_B: Tensor
 
+    def first_of(self, places: Sequence[int]) -> Tensor:
+        """`first_B` of some of the rows."""
+        if len(places) == len(self.first_B):
+            return self.first_B
+        return self.first_B[torch.tensor(places, dtype=torch.int64).to(self.first_B.device, non_blocking=True)]
+
 
 def pack_step(
     rows: Sequence[PlacedQuery], windows: Mapping[str, int | None], *, max_length: int, device: torch.device
@@ -99,7 +109,7 @@ def pack_step(
     for row, first, base in zip(rows, firsts, bases, strict=True):
         query = row.query
         table += [row.slot, row.start, query.num_real, query.num_drafts, query.has_branches, query.run_length or 1]
-        table += [first, base, row.num_lanes, 0]
+        table += [first, base, row.num_lanes]
         token_ids += query.token_ids
     by_slot = {row.slot: (first, row.num_lanes, row.start) for row, first in zip(rows, firsts, strict=True)}
     spans = [range(group[0].slot, group[-1].slot + 1) for group in members]
@@ -107,7 +117,7 @@ def pack_step(
     sent = torch.tensor([*table, *token_ids, *seats], dtype=torch.int64).to(device, non_blocking=True)
 
     table_BC, token_N, seat_R3 = sent.split([len(table), num_tokens, len(seats)])
-    table_BC = table_BC.view(len(rows), _COLUMNS)
+    table_BC = table_BC.view(len(rows), _NUM_COLUMNS)
     lanes = _Lanes.of(table_BC, num_tokens, max_length)
     groups, done = [], 0
     for group, span in zip(members, spans, strict=True):
@@ -120,11 +130,11 @@ def pack_step(
     return PackedStep(
         token_N=token_N,
         position_N=lanes.position_N,
-        slot_N=lanes.of_rows(0),
-        place_N=lanes.of_rows(1) + lanes.lane_N,
+        slot_N=lanes.of_rows(_SLOT),
+        place_N=lanes.of_rows(_START) + lanes.lane_N,
         groups=groups,
-        output_N=lanes.of_rows(7) + lanes.lane_N,
-        first_B=table_BC[:, 6],
+        output_N=lanes.of_rows(_BASE) + lanes.lane_N,
+        first_B=table_BC[:, _FIRST],
     )
 
 
@@ -142,7 +152,7 @@ class _Lanes:
     @classmethod
     def of(cls, table_BC: Tensor, num_tokens: int, max_length: int) -> "_Lanes":
         every_N = torch.arange(num_tokens, device=table_BC.device)
-        row_N = torch.repeat_interleave(table_BC[:, 8], output_size=num_tokens)
+        row_N = torch.repeat_interleave(table_BC[:, _NUM_LANES], output_size=num_tokens)
         _, start_N, num_real_N, num_drafts_N, has_branches_N, length_N, first_N, *_ = table_BC[row_N].unbind(dim=1)
         lane_N = every_N - first_N
         is_real_N = lane_N < num_real_N
@@ -163,7 +173,7 @@ class _Lanes:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The tokens of a group (R, Q), and for each layer type what they see (R, 1, Q, T).
 
-        A lane without a token, and a slot without a row, see the first place: what comes out is not read.
+        A lane without a token, and a slot without a row, see something, the first place at least: what comes out is not read.
         """
         first_R1, count_R1, start_R1 = seats_R3[:, :, None].unbind(dim=1)
         lane_Q = torch.arange(num_lanes, device=seats_R3.device)
@@ -213,9 +223,12 @@ def _group_rows(rows: Sequence[PlacedQuery]) -> list[list[PlacedQuery]]:
 
 
 def _is_dense(group: Sequence[PlacedQuery], row: PlacedQuery) -> bool:
-    """Whether at most a quarter of the slots from the group's first to the row's stand empty."""
+    """Whether a row is not much longer or shorter than a group, and at most a quarter of the slots up to the row's stand empty."""
     num_slots = row.slot - group[0].slot + 1
-    return 4 * (num_slots - len(group) - 1) <= num_slots
+    if 4 * (num_slots - len(group) - 1) > num_slots:
+        return False
+    places = [each.start + each.num_lanes for each in (*group, row)]
+    return max(places) <= max(_PLACES_OF_SHORT_ROWS, 4 * min(places))
 
 
 def _output_bases(rows: Sequence[PlacedQuery], groups: Sequence[Sequence[PlacedQuery]]) -> list[int]:

@@ -46,6 +46,39 @@ class _Picks:
     logprob_BW: Tensor | None
 
 
+@dataclass(frozen=True, eq=False)
+class PickPlan:
+    """Where the picks of a step are read.
+
+    Attributes:
+        queries: of the rows.
+        position_B: of the first pick in the answer.
+        last_B: the place of each row's last real token among the N.
+        num_drafts_B, draft_BM: drafts, with -1 behind those of a row.
+        has_branches_B, length_B: of the runs of placeholders.
+    """
+
+    queries: Sequence[RowQuery]
+    position_B: Tensor
+    last_B: Tensor
+    num_drafts_B: Tensor
+    has_branches_B: Tensor
+    length_B: Tensor
+    draft_BM: Tensor
+
+    def clean_lanes(self) -> Tensor:
+        """Places (B, C) among the N: of the last token and of each draft; a row with fewer repeats its last one."""
+        lane_C = torch.arange(self.draft_BM.shape[1] + 1, device=self.last_B.device)
+        return (self.last_B - self.num_drafts_B)[:, None] + lane_C.minimum(self.num_drafts_B[:, None])
+
+    def proposed_lanes(self, num_accepted_B: Tensor, num_proposals: int, last_lane: int) -> Tensor:
+        """Places (B, K) among the N: of the placeholders behind the last accepted draft; a row with fewer repeats its last one."""
+        run_B = num_accepted_B * self.has_branches_B
+        lane_K = torch.arange(num_proposals, device=self.last_B.device).minimum(self.length_B[:, None] - 1)
+        # A row without placeholders may point behind the last of all tokens; its picks are not read.
+        return ((self.last_B + 1 + run_B * self.length_B)[:, None] + lane_K).clamp(max=last_lane)
+
+
 class Picker:
     """Picks for one group of rows; its settings are on the device, so it is made anew only when the group changes.
 
@@ -70,61 +103,69 @@ class Picker:
         self._thresholds = batch_thresholds(settings, device) if any(row.mode == "tau" for row in settings) else None
         self._has_logprobs = any(row.logprobs for row in settings)
 
-    def pick(
-        self, model: DecoderModel, queries: Sequence[RowQuery], first_B: Tensor, hidden_ND: Tensor
-    ) -> list[RowPicks]:
+    def plan(self, queries: Sequence[RowQuery], first_B: Tensor) -> PickPlan:
+        """Where to read in a step, before its forward; one transfer to the device.
+
+        Args:
+            queries: of the rows.
+            first_B: where each row's query begins among the N.
+        """
+        most_drafts = max(query.num_drafts for query in queries)
+        numbers = []
+        for row, query in zip(self.rows, queries, strict=True):
+            drafts = query.token_ids[query.num_real - query.num_drafts : query.num_real]
+            position = len(row.token_ids) - row.num_prompt
+            numbers += [position, query.num_real, query.num_drafts, query.has_branches, query.run_length]
+            numbers += drafts + [-1] * (most_drafts - len(drafts))
+        numbers_BC = torch.tensor(numbers, dtype=torch.int64).to(self._device, non_blocking=True).view(len(queries), -1)
+        position_B, num_real_B, num_drafts_B, has_branches_B, length_B = numbers_BC[:, :5].unbind(dim=1)
+        return PickPlan(
+            queries=queries,
+            position_B=position_B,
+            last_B=first_B + num_real_B - 1,
+            num_drafts_B=num_drafts_B,
+            has_branches_B=has_branches_B,
+            length_B=length_B,
+            draft_BM=numbers_BC[:, 5:],
+        )
+
+    def pick(self, model: DecoderModel, plan: PickPlan, hidden_ND: Tensor) -> list[RowPicks]:
         """Picks for all rows at once.
 
         Args:
             model: for the logits.
-            queries: of the rows.
-            first_B: where each row's query begins among the N.
+            plan: of the step.
             hidden_ND: of the step.
         """
-        most_drafts = max(query.num_drafts for query in queries)
-        num_proposals = max(query.run_length for query in queries)
-        plan = self._plan(queries, most_drafts)
-        position_B, num_real_B, num_drafts_B, has_branches_B, length_B = plan[:, :5].unbind(dim=1)
-        last_B = first_B + num_real_B - 1
-        lane_C = torch.arange(most_drafts + 1, device=self._device)
-        clean_BC = (last_B - num_drafts_B)[:, None] + lane_C.minimum(num_drafts_B[:, None])
-
-        def proposed_lanes(num_accepted_B: Tensor) -> Tensor:
-            run_B = num_accepted_B * has_branches_B
-            lane_K = torch.arange(num_proposals, device=self._device)
-            lanes_BK = (last_B + 1 + run_B * length_B)[:, None] + lane_K.minimum(length_B[:, None] - 1)
-            return lanes_BK.clamp(max=len(hidden_ND) - 1)  # of a row without placeholders, whose picks are not read
-
-        if any(query.has_branches for query in queries):
-            clean = self._choose(model.logits(hidden_ND[clean_BC]), position_B, given_BM=plan[:, 5:])
-            num_accepted_B = count_matching(plan[:, 5:], clean.token_BW, num_drafts_B)
-            logits_BKV = model.logits(hidden_ND[proposed_lanes(num_accepted_B)])
+        num_clean, num_proposals = plan.draft_BM.shape[1] + 1, max(query.run_length for query in plan.queries)
+        last_lane = len(hidden_ND) - 1
+        clean_BC = plan.clean_lanes()
+        if any(query.has_branches for query in plan.queries):
+            clean, num_accepted_B = self._pick_clean(model.logits(hidden_ND[clean_BC]), plan)
+            logits_BKV = model.logits(hidden_ND[plan.proposed_lanes(num_accepted_B, num_proposals, last_lane)])
         else:
             # One product with the head, whose weights are a good part of a small model, instead of two.
-            lanes = torch.cat([clean_BC, proposed_lanes(num_drafts_B)], dim=1)
-            logits_BCV, logits_BKV = model.logits(hidden_ND[lanes]).split([most_drafts + 1, num_proposals], dim=1)
-            clean = self._choose(logits_BCV, position_B, given_BM=plan[:, 5:])
-            num_accepted_B = count_matching(plan[:, 5:], clean.token_BW, num_drafts_B)
+            lanes_BK = plan.proposed_lanes(plan.num_drafts_B, num_proposals, last_lane)
+            logits = model.logits(hidden_ND[torch.cat([clean_BC, lanes_BK], dim=1)])
+            logits_BCV, logits_BKV = logits.split([num_clean, num_proposals], dim=1)
+            clean, num_accepted_B = self._pick_clean(logits_BCV, plan)
         said = (clean.token_BW, num_accepted_B + 1)
-        proposed = self._choose(logits_BKV, position_B + num_accepted_B + 1, said=said)
-        num_kept_B = self._count_kept(proposed, length_B)
+        proposed = self._choose(logits_BKV, plan.position_B + num_accepted_B + 1, said=said)
+        num_kept_B = self._count_kept(proposed, plan.length_B)
         numbers = torch.cat([num_accepted_B[:, None], num_kept_B[:, None], clean.token_BW, proposed.token_BW], dim=1)
         sent = model.fetch(numbers)  # host sync: the only one of a step
         logprobs = self._logprobs(model, clean, proposed)
         return [
-            _row_picks(query, numbers, values, most_drafts + 1)
-            for query, numbers, values in zip(queries, sent, logprobs, strict=True)
+            _row_picks(query, numbers, values, num_clean)
+            for query, numbers, values in zip(plan.queries, sent, logprobs, strict=True)
         ]
 
-    def _plan(self, queries: Sequence[RowQuery], most_drafts: int) -> Tensor:
-        """Five numbers of each row (position of its first pick in the answer, and of its query), then its drafts."""
-        plan = []
-        for row, query in zip(self.rows, queries, strict=True):
-            drafts = query.token_ids[query.num_real - query.num_drafts : query.num_real]
-            position = len(row.token_ids) - row.num_prompt
-            numbers = [position, query.num_real, query.num_drafts, query.has_branches, query.run_length]
-            plan.append(numbers + drafts + [-1] * (most_drafts - len(drafts)))
-        return torch.tensor(plan, dtype=torch.int64).to(self._device, non_blocking=True)
+    def _pick_clean(self, logits_BCV: Tensor, plan: PickPlan) -> tuple[_Picks, Tensor]:
+        """The tokens of one-token decoding, and how many drafts are the same."""
+        clean = self._choose(logits_BCV, plan.position_B, given_BM=plan.draft_BM)
+        if plan.draft_BM.shape[1] == 0:
+            return clean, plan.num_drafts_B
+        return clean, count_matching(plan.draft_BM, clean.token_BW, plan.num_drafts_B)
 
     def _choose(
         self,
@@ -139,6 +180,9 @@ class Picker:
         With a repetition penalty they are chosen from left to right, each knowing the tokens before it: those of the row, the
         first tokens of `said` (tokens, how many), and inside the window `given_BM` or else the picks themselves.
         """
+        if logits_BWV.shape[1] == 0:
+            nothing_B0 = position_B.new_zeros((len(position_B), 0))
+            return _Picks(nothing_B0, logits_BWV, nothing_B0.float() if self._has_logprobs else None)
         self._rules.forbid(logits_BWV, position_B)
         if self._rules.has_penalties:
             seen_PV = self._rules.seen()

@@ -92,15 +92,16 @@ class Scheduler:
 
     def cancel(self, ticket: int) -> Row | None:
         """Takes the row of a ticket out, wherever it is; None if it is nowhere."""
-        for row in self._running:
-            if row.ticket == ticket:
-                self.release(row)
-                return row
-        for row in self._waiting:
-            if row.ticket == ticket:
-                self._waiting.remove(row)
-                return row
-        return None
+        row = self.find(ticket)
+        if row is not None and row.slot >= 0:
+            self.release(row)
+        elif row is not None:
+            self._waiting.remove(row)
+        return row
+
+    def find(self, ticket: int) -> Row | None:
+        """The row of a ticket while it waits or runs."""
+        return next((row for row in (*self._running, *self._waiting) if row.ticket == ticket), None)
 
     def clear(self) -> None:
         """Forgets all rows."""

@@ -6,6 +6,7 @@ tokens per second (goodput, arXiv 2406.14066); one token per forward is among th
 """
 
 import itertools
+import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
@@ -16,10 +17,10 @@ from typing import Literal
 # Seconds of a forward of (rows, query tokens of each, logits of each).
 Measure = Callable[[int, int, int], float]
 
-_MEMORY = 0.98  # what a step leaves of the weight of those before it
+_MEMORY = 0.98  # what a step leaves of the weight of the observations before it
 _PRIOR_SHARE, _PRIOR_WEIGHT = 0.7, 2.0
 _STEPS_BETWEEN_TRIALS = 128
-_LONGEST_MEASURED = 0.25  # seconds of a forward beyond which larger ones are taken to grow in proportion
+_LONGEST_MEASURED = 0.25  # seconds of a forward beyond which larger ones are extrapolated
 _MARGIN = 1.02  # by which more than one token per forward must be better: what a measurement may be wrong by
 
 
@@ -40,17 +41,25 @@ ONE_TOKEN = WindowChoice(1, has_branches=False)
 
 
 class AcceptanceStatistics:
-    """How often the draft at each depth is right when those before it are; older steps count less."""
+    """How often the draft at each depth is right when those before it are; older steps count less.
+
+    A depth that has not been tried for long is forgotten, and then taken for as good as the one before it: so it is tried again.
+    """
 
     def __init__(self, num_depths: int) -> None:
         self._num_right = [0.0] * num_depths
         self._num_tried = [0.0] * num_depths
 
+    def age(self) -> None:
+        """Lets a step pass."""
+        self._num_right = [count * _MEMORY for count in self._num_right]
+        self._num_tried = [count * _MEMORY for count in self._num_tried]
+
     def observe(self, num_drafts: int, num_accepted: int) -> None:
         """Adds what became of the drafts of a row in a step."""
         for depth in range(min(num_drafts, num_accepted + 1, len(self._num_tried))):
-            self._num_tried[depth] = self._num_tried[depth] * _MEMORY + 1
-            self._num_right[depth] = self._num_right[depth] * _MEMORY + (depth < num_accepted)
+            self._num_tried[depth] += 1
+            self._num_right[depth] += depth < num_accepted
 
     def shares(self) -> list[float]:
         """The share of each depth; one that was hardly tried is taken for as good as the one before it."""
@@ -79,8 +88,13 @@ class StepCosts:
         """Of `num_rows` rows with so many query tokens and logits each."""
         lanes, forward, head = self._curve(self._bucket(num_rows))
         picks = (num_picks - 1) * head
-        if num_lanes >= lanes[-1]:
-            return forward[-1] * num_lanes / lanes[-1] + picks
+        if len(lanes) == 1:
+            return forward[0] + picks
+        if num_lanes > lanes[-1]:
+            # Of the last and the mean slope the steeper one: noise may have flattened one of them.
+            ends = zip((forward[-2], forward[0]), (lanes[-2], lanes[0]), strict=True)
+            slope = max((forward[-1] - seconds) / (lanes[-1] - size) for seconds, size in ends)
+            return forward[-1] + slope * (num_lanes - lanes[-1]) + picks
         place = max(bisect_left(lanes, num_lanes), 1)
         share = (num_lanes - lanes[place - 1]) / (lanes[place] - lanes[place - 1])
         return forward[place - 1] + share * (forward[place] - forward[place - 1]) + picks
@@ -93,12 +107,11 @@ class StepCosts:
         """Numbers of query tokens, their seconds with one pick, and the seconds of each further pick."""
         lanes, forward = [1], [self._measure(num_rows, 1, 1)]
         while lanes[-1] < self._most_lanes and (forward[-1] < _LONGEST_MEASURED or len(lanes) < 3):
-            lanes.append(lanes[-1] * 2)
+            lanes.append(min(lanes[-1] * 2, self._most_lanes))
             forward.append(self._measure(num_rows, lanes[-1], 1))
-        # A larger forward is never quicker; what says otherwise is noise.
-        forward = list(itertools.accumulate(forward, max))
-        most = lanes[-1]
-        head = max(self._measure(num_rows, most, most) - forward[-1], 0.0) / max(most - 1, 1)
+        # No step reads more logits of a row than 2 W - 1, and its query tokens may be the square of W.
+        most = min(lanes[-1], 2 * math.isqrt(self._most_lanes) - 1)
+        head = max(self._measure(num_rows, lanes[-1], most) - forward[-1], 0.0) / max(most - 1, 1)
         return lanes, forward, head
 
 
@@ -119,6 +132,10 @@ class WindowChooser:
     def observe(self, num_drafts: int, num_accepted: int) -> None:
         """Adds what became of a row's drafts in a step."""
         self._statistics.observe(num_drafts, num_accepted)
+
+    def age(self) -> None:
+        """Lets a step pass: what was observed before it counts less."""
+        self._statistics.age()
 
     def choose(self, num_rows: int, branches: bool | None = None) -> WindowChoice:
         """The window of the next step.
