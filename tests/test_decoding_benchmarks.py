@@ -2,8 +2,6 @@
 
 import argparse
 import json
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -12,7 +10,7 @@ import pytest
 import torch
 from tiny_models import MASK_ID, tiny_model
 
-from benchmarks import decoding, decoding_costs, decoding_work, device_check
+from benchmarks import decoding, decoding_costs, decoding_work
 from benchmarks.decoding_comparison import Comparison, figures, fixed_windows, make_methods, method_names, reference_of
 from benchmarks.decoding_methods import (
     Decoded,
@@ -244,64 +242,6 @@ def test_cost_of_a_step_counts_the_query_tokens_of_its_window() -> None:
     assert len(costs.rows()) == 8
 
 
-def test_oracles_pass_the_engine_and_catch_a_wrong_one(walker: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_check, "ORACLE_ROWS", 6)
-
-    def run() -> list[str]:
-        oracles = device_check.Oracles(walker)
-        oracles.run(scale=0.15)
-        return list(oracles.failures())
-
-    assert run() == []
-    right = Engines.method
-
-    def wrong(engines: Engines, cache: str, **settings):
-        def run(work: Work) -> Decoded:
-            decoded = right(engines, cache, **settings)(work)
-            first, *others = decoded.answers
-            changed = [(*first[:-1], (first[-1] + 1) % 63), *others]
-            is_wrong = settings["mode"] == "verified" and settings["window"] == 8
-            return Decoded(changed if is_wrong else decoded.answers, 1.0, 1.0, decoded.statistics)
-
-        return run
-
-    monkeypatch.setattr(Engines, "method", wrong)
-    failures = run()
-    assert len(failures) == 2
-    assert all(failure.startswith("verified, W = 8") for failure in failures)
-
-
-def test_a_check_without_an_accepted_draft_says_nothing(walker: Subject) -> None:
-    oracles = device_check.Oracles(walker, {}, dict.fromkeys(device_check.VERIFIED, 1.5))
-    assert list(oracles.failures()) == []
-    oracles.tokens_per_forward["verified, W = 2"] = 1.0
-    oracles.tokens_per_forward["verified, automatic window"] = 1.0  # may find that drafts do not pay
-    assert list(oracles.failures()) == ["verified, W = 2: no draft was kept, so the check says nothing"]
-
-
-@pytest.mark.timeout(300)
-def test_device_check_and_its_exit_code(
-    walker: Subject, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(device_check, "subjects", lambda options, device, dtype: [walker])
-    monkeypatch.setattr(device_check, "ORACLE_ROWS", 6)
-    arguments = ["--quick", "--silent", "--device", "cpu", "--dtypes", "float32", "--batches", "2", "--repeats", "1"]
-    arguments += ["--length-scale", "0.08"]
-    assert device_check.main(arguments) == 0
-    values = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert values["failures"] == []
-    ((name, checks),) = values["checks"].items()
-    assert name.endswith("float32")
-    assert all(counts[:2] == [0, device_check.ORACLE_ROWS] for counts in checks["rows_with_other_tokens"].values())
-    assert checks["tokens_per_forward"]["verified, W = 8, branches"] > 1
-    speed = values["speed"][name]["batch_2"]
-    assert all(len(speed[each]) == 3 for each in ("auto_vs_best_fixed", "one_token_vs_generate_ragged"))
-    assert all(counts[0] == 0 for counts in speed["rows_with_other_tokens"].values())
-    monkeypatch.setattr(device_check, "argmax_loop", lambda subject, work: [(5,)] * len(work.prompts))
-    assert device_check.main([*arguments, "--only-checks"]) == 1
-    assert "FAILED: " in capsys.readouterr().out
-
-
 def test_benchmark_prints_its_figures_last(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A model with random weights gets no ratios of windows, but their costs."""
     monkeypatch.setattr(decoding, "subjects", lambda options, device, dtype: [random_subject()])
@@ -315,17 +255,6 @@ def test_benchmark_prints_its_figures_last(monkeypatch: pytest.MonkeyPatch, caps
     assert set(batch["step_cost"]) == {"one_token", *fixed_windows(8)}
     assert 0 < batch["engine_overhead_share"][0] < 1
     assert batch["rows_with_other_tokens"]["one_token_ragged"] == [0, 4, 0]
-
-
-def test_device_check_imports_neither_ray_nor_deepspeed() -> None:
-    code = (
-        "import sys; sys.modules.update(ray=None, deepspeed=None); sys.path.insert(0, '.');"
-        "import benchmarks.device_check; print(sorted({'ray', 'deepspeed'} & {m for m in sys.modules if sys.modules[m]}))"
-    )
-    root = Path(__file__).resolve().parent.parent
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "[]"
 
 
 def test_tables() -> None:
