@@ -91,9 +91,11 @@ class DecodingEngine:
             shares_prefixes=cache != "none",
         )
         self._picker: Picker | None = None
-        self._windows = WindowPolicy(block_size, self._model.measure, num_slots)
-        self._num_submitted = 0
         self.statistics = RunStatistics()
+        self._windows = WindowPolicy(
+            block_size, self._model.measure, num_slots, lambda: self.statistics.engine_seconds_per_step
+        )
+        self._num_submitted = 0
 
     def check(self, model: PreTrainedModel) -> None:
         """Compares the engine's logits with those of the model as it is, while nothing runs.

@@ -14,7 +14,9 @@ query heads per key head.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,9 +26,7 @@ from workers.decoding.strategies.mars import RowQuery
 _LANES_OF_SHORT_ROWS = 16
 # A row that reads more places than this, and than four times those of its group, would make all of them read as many.
 _PLACES_OF_SHORT_ROWS = 512
-# Numbers of a row in the table that goes to the device.
-_SLOT, _START, _NUM_REAL, _NUM_DRAFTS, _HAS_BRANCHES, _RUN_LENGTH, _FIRST, _BASE, _NUM_LANES = range(9)
-_NUM_COLUMNS = 9
+Array = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True)
@@ -101,107 +101,154 @@ def pack_step(
         device: of the model.
     """
     members = _group_rows(rows)
-    firsts, num_tokens = [], 0
-    for row in rows:
-        firsts.append(num_tokens)
-        num_tokens += row.num_lanes
-    table, token_ids, bases = [], [], _output_bases(rows, members)
-    for row, first, base in zip(rows, firsts, bases, strict=True):
-        query = row.query
-        table += [row.slot, row.start, query.num_real, query.num_drafts, query.has_branches, query.run_length or 1]
-        table += [first, base, row.num_lanes]
-        token_ids += query.token_ids
-    by_slot = {row.slot: (first, row.num_lanes, row.start) for row, first in zip(rows, firsts, strict=True)}
-    spans = [range(group[0].slot, group[-1].slot + 1) for group in members]
-    seats = [number for span in spans for slot in span for number in by_slot.get(slot, (0, 0, 0))]
-    sent = torch.tensor([*table, *token_ids, *seats], dtype=torch.int64).to(device, non_blocking=True)
-
-    table_BC, token_N, seat_R3 = sent.split([len(table), num_tokens, len(seats)])
-    table_BC = table_BC.view(len(rows), _NUM_COLUMNS)
-    lanes = _Lanes.of(table_BC, num_tokens, max_length)
-    groups, done = [], 0
-    for group, span in zip(members, spans, strict=True):
-        seats_R3 = seat_R3.view(-1, 3)[done : done + len(span)]
-        done += len(span)
-        num_lanes = max(row.num_lanes for row in group)
-        num_places = max(row.start + row.num_lanes for row in group)
-        index_RQ, masks = lanes.visible(seats_R3, num_lanes, num_places, windows)
-        groups.append(Group(slice(span.start, span.stop), num_places, index_RQ, masks))
-    return PackedStep(
-        token_N=token_N,
-        position_N=lanes.position_N,
-        slot_N=lanes.of_rows(_SLOT),
-        place_N=lanes.of_rows(_START) + lanes.lane_N,
-        groups=groups,
-        output_N=lanes.of_rows(_BASE) + lanes.lane_N,
-        first_B=table_BC[:, _FIRST],
+    lanes = _Lanes.of(rows, members, max_length)
+    seats = [_Seats.of(group, lanes) for group in members]
+    is_windowed = any(window is not None for window in windows.values())
+    arrays = [lanes.token_N, lanes.position_N, lanes.slot_N, lanes.place_N, lanes.output_N, lanes.first_B]
+    for group in seats:
+        arrays += [group.index_RQ, group.place_RQ, group.limit_RQ, group.own_RQ]
+        arrays += [group.position_RQ, group.key_positions()] if is_windowed else []
+    sent = torch.from_numpy(np.concatenate([array.ravel() for array in arrays])).to(device, non_blocking=True)
+    parts = iter(
+        [part.view(array.shape) for part, array in zip(sent.split([a.size for a in arrays]), arrays, strict=True)]
     )
+    token_N, position_N, slot_N, place_N, output_N, first_B = (next(parts) for _ in range(6))
+    groups = []
+    for group in seats:
+        index_RQ, *rule = (next(parts) for _ in range(4))
+        near = (next(parts), next(parts)) if is_windowed else None
+        masks = _masks(group, rule, near, windows)
+        groups.append(Group(group.slots, group.num_places, index_RQ, masks))
+    return PackedStep(token_N, position_N, slot_N, place_N, groups, output_N, first_B)
 
 
 @dataclass(frozen=True, eq=False)
 class _Lanes:
-    """The numbers of the visibility rule for each of the N tokens."""
+    """The numbers of the visibility rule for each of the N tokens, on the host. `limit_N` and `own_N` are places of the slot."""
 
-    table_BC: Tensor
-    row_N: Tensor
-    lane_N: Tensor
-    limit_N: Tensor
-    own_N: Tensor
-    position_N: Tensor
+    token_N: Array
+    position_N: Array
+    slot_N: Array
+    place_N: Array
+    limit_N: Array
+    own_N: Array
+    output_N: Array
+    first_B: Array
 
     @classmethod
-    def of(cls, table_BC: Tensor, num_tokens: int, max_length: int) -> "_Lanes":
-        every_N = torch.arange(num_tokens, device=table_BC.device)
-        row_N = torch.repeat_interleave(table_BC[:, _NUM_LANES], output_size=num_tokens)
-        _, start_N, num_real_N, num_drafts_N, has_branches_N, length_N, first_N, *_ = table_BC[row_N].unbind(dim=1)
-        lane_N = every_N - first_N
+    def of(cls, rows: Sequence[PlacedQuery], groups: Sequence[Sequence[PlacedQuery]], max_length: int) -> "_Lanes":
+        num_lanes_B = np.array([row.num_lanes for row in rows])
+        first_B = np.cumsum(num_lanes_B) - num_lanes_B
+        table_BC = np.array(
+            [
+                [
+                    row.slot,
+                    row.start,
+                    query.num_real,
+                    query.num_drafts,
+                    query.has_branches,
+                    query.run_length or 1,
+                    base,
+                    first,
+                ]
+                for row, base, first in zip(rows, _output_bases(rows, groups), first_B, strict=True)
+                for query in [row.query]
+            ],
+            dtype=np.int64,
+        )
+        columns = np.repeat(table_BC, num_lanes_B, axis=0).T
+        slot_N, start_N, num_real_N, num_drafts_N, has_branches_N, length_N, base_N, first_N = columns
+        lane_N = np.arange(len(slot_N)) - first_N
         is_real_N = lane_N < num_real_N
-        run_N = torch.div(lane_N - num_real_N, length_N, rounding_mode="floor")
+        run_N = (lane_N - num_real_N) // length_N
         # Drafts before the point of acceptance that the run stands behind.
-        num_accepted_N = torch.where(has_branches_N.bool(), run_N, num_drafts_N)
-        limit_N = torch.where(is_real_N, lane_N + 1, num_real_N - num_drafts_N + num_accepted_N)
-        own_N = torch.where(is_real_N, lane_N, num_real_N + run_N * length_N)
-        offset_N = torch.where(is_real_N, lane_N, limit_N + lane_N - own_N)
-        position_N = (start_N + offset_N).clamp(max=max_length - 1)
-        return cls(table_BC, row_N, lane_N, limit_N, own_N, position_N)
+        num_accepted_N = np.where(has_branches_N, run_N, num_drafts_N)
+        limit_N = np.where(is_real_N, lane_N + 1, num_real_N - num_drafts_N + num_accepted_N)
+        own_N = np.where(is_real_N, lane_N, num_real_N + run_N * length_N)
+        position_N = np.minimum(start_N + np.where(is_real_N, lane_N, limit_N + lane_N - own_N), max_length - 1)
+        return cls(
+            token_N=np.array([token for row in rows for token in row.query.token_ids], dtype=np.int64),
+            position_N=position_N,
+            slot_N=slot_N,
+            place_N=start_N + lane_N,
+            limit_N=start_N + limit_N,
+            own_N=start_N + own_N,
+            output_N=base_N + lane_N,
+            first_B=first_B,
+        )
 
-    def of_rows(self, column: int) -> Tensor:
-        return self.table_BC[:, column][self.row_N]
 
-    def visible(
-        self, seats_R3: Tensor, num_lanes: int, num_places: int, windows: Mapping[str, int | None]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The tokens of a group (R, Q), and for each layer type what they see (R, 1, Q, T).
+@dataclass(frozen=True, eq=False)
+class _Seats:
+    """The same for the lanes of a group of rows. A lane without a token, and a slot without a row, see the first place: what comes
+    out is not read."""
 
-        A lane without a token, and a slot without a row, see something, the first place at least: what comes out is not read.
-        """
-        first_R1, count_R1, start_R1 = seats_R3[:, :, None].unbind(dim=1)
-        lane_Q = torch.arange(num_lanes, device=seats_R3.device)
+    slots: slice
+    num_places: int
+    has_branches: bool
+    is_token_RQ: np.ndarray[Any, np.dtype[np.bool_]]
+    index_RQ: Array
+    place_RQ: Array
+    limit_RQ: Array
+    own_RQ: Array
+    position_RQ: Array
+
+    @classmethod
+    def of(cls, rows: Sequence[PlacedQuery], lanes: _Lanes) -> "_Seats":
+        first_slot, num_slots = rows[0].slot, rows[-1].slot - rows[0].slot + 1
+        count_R1 = np.zeros((num_slots, 1), dtype=np.int64)
+        first_R1 = np.zeros((num_slots, 1), dtype=np.int64)
+        seat_B = [row.slot - first_slot for row in rows]
+        count_R1[seat_B, 0] = [row.num_lanes for row in rows]
+        begin = int(np.searchsorted(lanes.slot_N, first_slot))
+        first_R1[seat_B, 0] = begin + np.cumsum(count_R1[seat_B, 0]) - count_R1[seat_B, 0]
+        lane_Q = np.arange(max(row.num_lanes for row in rows))
         is_token_RQ = lane_Q < count_R1
-        index_RQ = torch.where(is_token_RQ, first_R1 + lane_Q, 0)
-        offset_R1T = (torch.arange(num_places, device=seats_R3.device) - start_R1)[:, None]
-        limit_RQ1, own_RQ1 = self.limit_N[index_RQ][..., None], self.own_N[index_RQ][..., None]
-        is_own_RQT = (offset_R1T >= own_RQ1) & (offset_R1T <= lane_Q[:, None])
-        visible_RQT = (offset_R1T < limit_RQ1) | is_own_RQT
-        masks = {}
-        for layer_type, window in windows.items():
-            seen_RQT = visible_RQT
-            if window is not None:
-                position_RQ = self.position_N[index_RQ]
-                key_RT = self._key_positions(start_R1, position_RQ, is_token_RQ, num_places)
-                # Padding keeps what it sees, so that its row of the softmax is not empty.
-                is_near_RQT = key_RT[:, None] > position_RQ[..., None] - window
-                seen_RQT = visible_RQT & (is_near_RQT | ~is_token_RQ[..., None])
-            masks[layer_type] = seen_RQT[:, None]
-        return index_RQ, masks
+        index_RQ = np.where(is_token_RQ, first_R1 + lane_Q, 0)
+        return cls(
+            slots=slice(first_slot, first_slot + num_slots),
+            num_places=max(row.start + row.num_lanes for row in rows),
+            has_branches=any(row.query.has_branches for row in rows),
+            is_token_RQ=is_token_RQ,
+            index_RQ=index_RQ,
+            place_RQ=np.where(is_token_RQ, lanes.place_N[index_RQ], 0),
+            limit_RQ=np.where(is_token_RQ, lanes.limit_N[index_RQ], 1),
+            own_RQ=np.where(is_token_RQ, lanes.own_N[index_RQ], 0),
+            position_RQ=np.where(is_token_RQ, lanes.position_N[index_RQ], 0),
+        )
 
-    def _key_positions(self, start_R1: Tensor, position_RQ: Tensor, is_token_RQ: Tensor, num_places: int) -> Tensor:
-        """The position of the token in each place: the place itself, but for placeholders in branches."""
-        num_rows, num_lanes = position_RQ.shape
-        place_RT = torch.arange(num_places + 1, device=start_R1.device).repeat(num_rows, 1)
-        lane_Q = torch.arange(num_lanes, device=start_R1.device)
-        place_RQ = torch.where(is_token_RQ, start_R1 + lane_Q, num_places)
-        return place_RT.scatter(1, place_RQ, position_RQ)[:, :num_places]
+    def key_positions(self) -> Array:
+        """The position of the token in each place (R, T): the place itself, but for placeholders in branches."""
+        key_RT = np.tile(np.arange(self.num_places), (len(self.index_RQ), 1))
+        row_N, lane_N = np.nonzero(self.is_token_RQ)
+        key_RT[row_N, self.place_RQ[row_N, lane_N]] = self.position_RQ[row_N, lane_N]
+        return key_RT
+
+
+def _masks(
+    seats: _Seats, rule: Sequence[Tensor], near: tuple[Tensor, Tensor] | None, windows: Mapping[str, int | None]
+) -> dict[str, Tensor]:
+    """For each layer type what the lanes of a group see (R, 1, Q, T).
+
+    Args:
+        seats: the group.
+        rule: the last place that a lane sees, its limit, and where its own run begins.
+        near: positions of lanes (R, Q) and of places (R, T), for sliding windows.
+        windows: of the layer types.
+    """
+    place_RQ1, limit_RQ1, own_RQ1 = (numbers_RQ[..., None] for numbers_RQ in rule)
+    place_T = torch.arange(seats.num_places, device=place_RQ1.device)
+    visible_RQT = place_T <= place_RQ1
+    if seats.has_branches:  # else the own run begins where the limit ends
+        visible_RQT = (place_T < limit_RQ1) | (visible_RQT & (place_T >= own_RQ1))
+    masks = {}
+    for layer_type, window in windows.items():
+        seen_RQT = visible_RQT
+        if window is not None and near is not None:
+            position_RQ, key_RT = near
+            seen_RQT = visible_RQT & (key_RT[:, None] > position_RQ[..., None] - window)
+        masks[layer_type] = seen_RQT[:, None]
+    return masks
 
 
 def _group_rows(rows: Sequence[PlacedQuery]) -> list[list[PlacedQuery]]:

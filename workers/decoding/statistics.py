@@ -44,6 +44,11 @@ class RunStatistics:
         return self.num_query_tokens / self.num_kept_tokens if self.num_kept_tokens else 0.0
 
     @property
+    def engine_seconds_per_step(self) -> float:
+        """What a step took besides the forward of the model."""
+        return self.engine_seconds / self.num_model_calls if self.num_model_calls else 0.0
+
+    @property
     def slot_occupancy(self) -> float:
         """The share of the slots that held a row, over all forwards."""
         return self.num_slots_in_use / self.num_slot_steps if self.num_slot_steps else 0.0

@@ -78,16 +78,24 @@ class StepCosts:
         measure: of one size.
         num_slots: most rows.
         most_lanes: most query tokens of a row.
+        engine_seconds: of a step besides its forward, at present.
     """
 
-    def __init__(self, measure: Measure, num_slots: int, most_lanes: int = 64) -> None:
+    def __init__(
+        self,
+        measure: Measure,
+        num_slots: int,
+        most_lanes: int = 64,
+        engine_seconds: Callable[[], float] = lambda: 0.0,
+    ) -> None:
         self._measure, self._num_slots, self._most_lanes = measure, num_slots, most_lanes
+        self._engine_seconds = engine_seconds
         self._curve = cache(self._measured_curve)
 
     def seconds(self, num_rows: int, num_lanes: float, num_picks: float) -> float:
         """Of `num_rows` rows with so many query tokens and logits each."""
         lanes, forward, head = self._curve(self._bucket(num_rows))
-        picks = (num_picks - 1) * head
+        picks = (num_picks - 1) * head + self._engine_seconds()
         if len(lanes) == 1:
             return forward[0] + picks
         if num_lanes > lanes[-1]:

@@ -1,7 +1,7 @@
 """The window of each row in each step: as the row says, or as the chooser of its mode does."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from workers.config import RowDecodingSettings
@@ -21,11 +21,12 @@ class WindowPolicy:
         block_size: B of the checkpoint, the widest automatic window.
         measure: seconds of a step; called when the first automatic window is chosen.
         num_slots: most rows of a step.
+        engine_seconds: of a step besides its forward, at present.
     """
 
-    def __init__(self, block_size: int, measure: Measure, num_slots: int) -> None:
+    def __init__(self, block_size: int, measure: Measure, num_slots: int, engine_seconds: Callable[[], float]) -> None:
         self._block_size = block_size
-        costs = StepCosts(measure, num_slots, most_lanes=block_size**2)
+        costs = StepCosts(measure, num_slots, most_lanes=block_size**2, engine_seconds=engine_seconds)
         self._choosers = {
             "verified": WindowChooser(block_size, costs, "verified"),
             "tau": WindowChooser(block_size, costs, "tau"),
