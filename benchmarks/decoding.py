@@ -1,24 +1,37 @@
 #!/usr/bin/env python3
 """Speed of the decoding engine against `transformers`, of its caches and of its windows.
 
-    python benchmarks/decoding.py                                       SmolLM2-135M's shape with random weights, and a tiny
-                                                                        model that is trained on the spot
-    python benchmarks/decoding.py --quick                               less of both, within three minutes on two cores
-    python benchmarks/decoding.py --model FOLDER --prompts FILE         a trained model on prompts of its own
+    python benchmarks/decoding.py                                  a tiny model that is trained on the spot, then the shape of
+                                                                   SmolLM2-135M with random weights, whose figures are the last line
+    python benchmarks/decoding.py --quick                          only the latter, less work, within three minutes on two cores
+    python benchmarks/decoding.py --model FOLDER --prompts FILE    a trained model on prompts of its own
 
-One process, one thread (on a CPU), greedy. The methods take turns on the same rows; each repeat has rows of its own. Equal work
-has prompts of one length and one budget, the best case of a static batch; ragged work has the lengths of GSM8K
-(`benchmarks/lengths.py`) and several times as many rows as fit beside each other, of which a static batch takes as many as fit,
-in order. Tokens per second count prefill and kept tokens only. On a CPU seconds are CPU seconds of the process, with wall-clock
-seconds beside them; on a GPU they are wall-clock seconds.
+One process, one thread (on a CPU), greedy. All methods that are compared take turns on the same rows, `--repeats` times; figures
+are medians over the repeats, with the least and the largest in the tables and under `..._spread`. On a CPU seconds are CPU seconds
+of the process, of which one thread is busy, with wall-clock seconds beside them; on a GPU they are wall-clock seconds. Prefill is
+counted.
 
-Every repeat compares tokens: one-token decoding and continuous batching with `generate`, the block cache and every verified window
-with one-token decoding. Rows that differ are counted, with the gap between the two likeliest tokens where they part; in the JSON
-object: rows that differ, rows, and how many of those that differ do so at a near-tie (below 1e-5).
+By batch size, on as many rows as slots, all with prompts and answers of one length (the best case of a static batch):
+  one_token_vs_generate          one-token mode against `generate`
+  ragged_cache_vs_block_cache    both in one-token mode
+  auto_window_vs_one_token       verified mode with the automatic window against one-token mode
+  auto_window_vs_best_fixed      the same against the best fixed window: 1 (one-token mode), 2, 4, 8, with and without branches
+  tokens_per_forward             of verified mode with the automatic window
+  window_cost                    seconds of a step with 2, 4, 8 query tokens a row by one with 1
+Numbers, on ragged work (prompts of 8-256, answers of 8-128 tokens of forced length, 64 requests, 16 slots), one-token mode:
+  ragged_prompts_vs_generate     against `generate` on batches of 16 rows, sorted so that they take least
+  continuous_vs_generate_batch   our continuous batching against that of `transformers`: the manager behind its `generate_batch`,
+                                 with as many slots, and a budget for each request, which `generate_batch` itself has not
+  engine_overhead_share          of the engine's steps: what is not forward and head of the model
 
-With random weights drafts are accepted by chance only: such a model is asked for one-token ratios and for the cost of a step by
-window. The last line of the output is one JSON object; its figures are median, least and largest over the repeats, and ratios above
-1 mean that the method named first is faster.
+With random weights drafts would be right by chance only, so those of an untrained model are replaced: each is the true next token
+with probability 0.7 (a full run adds 0), drawn from seeds. A trained model drafts itself; its windows are compared on ragged rows,
+twice as many as slots, that end at its end tokens. The automatic window has an engine of its own, kept for all repeats and warmed
+like every other method: its measurement of costs is part of the untimed runs, what it learns of drafts stays, as in a server.
+
+Every repeat compares tokens: one-token mode and continuous batching with `generate`, the block cache and every verified window with
+one-token mode. `rows_with_other_tokens` has rows that differ, rows, and how many of those that differ do so at a near-tie (the
+plain model's two likeliest tokens closer than 1e-5). In float32 a row that differs elsewhere makes the exit code 1.
 """
 
 import argparse
@@ -26,64 +39,83 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from any folder
 
 import torch
 
-from benchmarks import decoding_comparison, decoding_costs
-from benchmarks.decoding_comparison import Comparison, figures, make_methods, method_names, spread
+from benchmarks import decoding_comparison, decoding_costs, decoding_figures
+from benchmarks.decoding_comparison import AGREEMENT, Comparison, batch_methods, ragged_methods, window_methods
 from benchmarks.decoding_costs import measure_step_costs
+from benchmarks.decoding_figures import BatchRuns, Figures
+from benchmarks.decoding_methods import Engines
 from benchmarks.decoding_models import SMOLLM2_LAYERS, Subject, load_subject, random_smollm2, trained_walker
-from benchmarks.decoding_report import facts, table
-from benchmarks.decoding_work import EQUAL, RAGGED, Lengths, equal_work, ragged_work, read_prompts
+from benchmarks.decoding_report import table
+from benchmarks.decoding_work import (
+    EQUAL,
+    FULL,
+    NATURAL,
+    QUICK,
+    RAGGED,
+    Sizes,
+    equal_work,
+    natural_work,
+    ragged_work,
+    read_prompts,
+)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 NUM_PROMPTS = 512
-FEWEST_ROWS = 4
-QUICK_SCALE, QUICK_TINY_SCALE = 0.15, 0.5
+ROWS_PER_SLOT = 2
+RAGGED_SLOTS = 16
+REPEATS = 3
 
 
-def measure(subject: Subject, options: argparse.Namespace) -> dict[str, Any]:
-    """All batch sizes of one model: writes the tables to standard output, returns the figures by batch size."""
-    lengths = Lengths(options.length_scale or _default_scale(subject, options), options.max_new_tokens)
+def measure(subject: Subject, options: argparse.Namespace) -> Figures:
+    """All figures of one model; writes the tables to standard output."""
+    sizes = sizes_of(options)
+    tell = _tell(options)
     sys.stdout.write(f"\n{subject.name}, {subject.model.dtype} on {subject.device}, block size {subject.block_size}\n")
-    comparisons, costs, values = [], [], {}
-    for batch_size in options.batches:
-        num_rows = max(FEWEST_ROWS, batch_size * options.rows_per_slot)
-        pair = []
-        for kind, make in ((EQUAL, equal_work), (RAGGED, ragged_work)):
-            works = [make(subject, num_rows, repeat, lengths) for repeat in range(options.repeats)]
-            methods = make_methods(subject, batch_size, max(work.max_length for work in works), kind)
-            chosen = {name: method for name, method in methods.items() if _is_chosen(name, options.methods)}
-            comparison = Comparison(subject, batch_size, kind, chosen)
-            comparison.run(works, _tell(options))
-            pair.append(comparison)
-        comparisons += pair
-        values[f"batch_{batch_size}"] = figures(*pair)
-        if not options.methods:
-            costs.append(measure_step_costs(subject, batch_size, options.repeats, _tell(options)))
-            ratios = costs[-1].ratios()
-            values[f"batch_{batch_size}"]["step_cost"] = {name: spread(each) for name, each in ratios.items()}
-    sys.stdout.write(table(decoding_comparison.HEADERS, [row for each in comparisons for row in each.rows()]) + "\n")
-    if costs:
-        sys.stdout.write(table(decoding_costs.HEADERS, [row for each in costs for row in each.rows()]) + "\n")
-    sys.stdout.write("median, least, largest over the repeats\n" + facts(values) + "\n")
+    if not subject.is_trained:
+        never = "" if options.quick else f" ({decoding_comparison.AUTO_NEVER_RIGHT}: 0)"
+        sys.stdout.write(
+            f"drafts are replaced: each is the true next token with probability {AGREEMENT}{never}, seeded\n"
+        )
+    batches = {size: _measure_batch(subject, size, sizes, options) for size in options.batches}
+    work = ragged_work(subject, sizes.num_ragged, 0, sizes)
+    ragged = Comparison(subject, RAGGED_SLOTS, RAGGED, ragged_methods(Engines(subject, RAGGED_SLOTS, work.max_length)))
+    ragged.run(work, options.repeats, tell)
+    figures = Figures(batches, ragged)
+    sys.stdout.write(
+        table(decoding_comparison.HEADERS, [row for each in figures.comparisons for row in each.rows()]) + "\n"
+    )
+    costs = [row for runs in batches.values() for row in runs.costs.rows()]
+    sys.stdout.write(table(decoding_costs.HEADERS, costs) + "\n")
+    sys.stdout.write(table(decoding_figures.HEADERS, figures.rows()) + "\n")
     sys.stdout.flush()
-    return values
+    return figures
 
 
-def _default_scale(subject: Subject, options: argparse.Namespace) -> float:
-    """Tiny models need no shorter answers to be quick: their runs would be too short to time."""
-    if not options.quick:
-        return 1.0
-    return QUICK_TINY_SCALE if subject.is_walk else QUICK_SCALE
-
-
-def _is_chosen(name: str, methods: list[str] | None) -> bool:
-    return not methods or name in methods
+def _measure_batch(subject: Subject, batch_size: int, sizes: Sizes, options: argparse.Namespace) -> BatchRuns:
+    """One batch size: windows on the equal work too, but for a trained model, which ends its answers itself."""
+    tell = _tell(options)
+    work = equal_work(subject, batch_size, sizes)
+    engines = Engines(subject, batch_size, work.max_length)
+    methods = batch_methods(engines)
+    if not subject.is_trained:
+        methods |= window_methods(engines, is_quick=options.quick)
+    equal = Comparison(subject, batch_size, EQUAL, methods)
+    equal.run(work, options.repeats, tell)
+    windows = equal
+    if subject.is_trained:
+        work = natural_work(subject, ROWS_PER_SLOT * batch_size, 0, sizes)
+        engines = Engines(subject, batch_size, work.max_length)
+        windows = Comparison(subject, batch_size, NATURAL, window_methods(engines, is_quick=options.quick))
+        windows.run(work, options.repeats, tell)
+    num_steps = decoding_costs.QUICK_TIMED_STEPS if options.quick else decoding_costs.TIMED_STEPS
+    return BatchRuns(equal, windows, measure_step_costs(subject, batch_size, options.repeats, num_steps, tell))
 
 
 def _tell(options: argparse.Namespace) -> Callable[[str], None]:
@@ -99,23 +131,26 @@ def _tell(options: argparse.Namespace) -> Callable[[str], None]:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """What to measure; shared with `device_check.py`."""
-    parser.add_argument("--quick", action="store_true", help="smaller models, shorter answers, batches 1 and 4")
+    parser.add_argument(
+        "--quick", action="store_true", help="no trained model, fewer and shorter rows, batches 1 and 4"
+    )
     parser.add_argument("--model", help="a trained model folder instead of the models made here")
     parser.add_argument("--prompts", help="JSONL file, or Parquet file or folder, of prompts for --model")
     parser.add_argument("--prompt-column", default="messages", help="text, or a list of messages (default: messages)")
     parser.add_argument("--batches", type=int, nargs="+", help="rows decoded at once (default: 1 4 16)")
-    parser.add_argument("--rows-per-slot", type=int, default=2, help="rows of a work for each row decoded at once")
-    parser.add_argument("--repeats", type=int, help="works of each kind (default: 3; 2 with --quick)")
-    parser.add_argument("--length-scale", type=float, help="of the lengths of GSM8K (default: 1; less with --quick)")
+    parser.add_argument("--repeats", type=int, default=REPEATS, help=f"turns of all methods (default: {REPEATS})")
     parser.add_argument("--max-new-tokens", type=int, default=256, help="budget where end tokens end answers")
-    parser.add_argument("--methods", nargs="+", choices=method_names(), help="only these, and no cost by window")
     parser.add_argument("--silent", action="store_true", help="no progress on standard error")
 
 
 def fill_in(options: argparse.Namespace) -> None:
     """Defaults that depend on `--quick`."""
     options.batches = options.batches or ([1, 4] if options.quick else [1, 4, 16])
-    options.repeats = options.repeats or (2 if options.quick else 3)
+
+
+def sizes_of(options: argparse.Namespace) -> Sizes:
+    """Lengths of the works."""
+    return replace(QUICK if options.quick else FULL, max_new_tokens=options.max_new_tokens)
 
 
 def subjects(options: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> list[Subject]:
@@ -127,13 +162,12 @@ def subjects(options: argparse.Namespace, device: torch.device, dtype: torch.dty
         else:
             sys.stdout.write("no --prompts: prompts are random tokens, on which the ratios of windows say little\n")
         return [load_subject(options.model, prompts, device, dtype)]
-    if options.quick:
-        return [random_smollm2(2, device, dtype), trained_walker(150, device, dtype)]
-    return [random_smollm2(SMOLLM2_LAYERS, device, dtype), trained_walker(150, device, dtype, width=128, num_layers=3)]
+    smollm2 = random_smollm2(SMOLLM2_LAYERS, device, dtype)
+    return [smollm2] if options.quick else [trained_walker(150, device, dtype, width=128, num_layers=3), smollm2]
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Measures and writes the tables and the JSON line to standard output."""
+def main(arguments: list[str] | None = None) -> int:
+    """Measures and writes tables and a JSON line for each model to standard output; 1 when a float32 row is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
@@ -143,12 +177,20 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     device = torch.device(options.device)
     if options.quick:
-        sys.stdout.write(
-            "quick: few layers, short answers, few repeats; the figures to quote are those of the full run\n"
-        )
-    values = {subject.name: measure(subject, options) for subject in subjects(options, device, DTYPES[options.dtype])}
-    sys.stdout.write(json.dumps({"device": options.device, "dtype": options.dtype, **values}) + "\n")
+        sys.stdout.write(f"quick: {sizes_of(options)}, no branches beyond a window of 2, no trained model\n")
+    num_wrong = 0
+    for subject in subjects(options, device, DTYPES[options.dtype]):
+        cpu, wall = time.process_time(), time.perf_counter()
+        figures = measure(subject, options)
+        num_wrong += figures.num_wrong
+        cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+        sys.stdout.write(f"took {wall:.0f} s, {cpu:.0f} s of CPU time\n")
+        facts = {"model": subject.name, "device": options.device, "dtype": options.dtype, "ragged_slots": RAGGED_SLOTS}
+        if not subject.is_trained:
+            facts["draft_agreement"] = AGREEMENT
+        sys.stdout.write(json.dumps(figures.values() | facts) + "\n")
+    return 1 if num_wrong and options.dtype == "float32" else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,57 +1,73 @@
 """Several ways of decoding on the same rows, in turns: seconds, and which of them gave the tokens that they must."""
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from benchmarks.decoding_methods import Decoded, Engines, Method, continuous_batching_method, generate_method
 from benchmarks.decoding_models import Subject
 from benchmarks.decoding_oracles import Differences, compare
-from benchmarks.decoding_work import EQUAL, Work
+from benchmarks.decoding_work import Work
 from workers.decoding.statistics import RunStatistics
 
 GENERATE, CONTINUOUS = "generate", "continuous_batching"
 ONE_TOKEN, ONE_TOKEN_BLOCK = "one_token", "one_token_block"
-AUTO, TAU, TAU_BLOCK = "verified_auto", "tau", "tau_block"
-WINDOWS = (1, 2, 4, 8)
+AUTO, AUTO_NEVER_RIGHT, TAU, TAU_BLOCK = "verified_auto", "verified_auto_never_right", "tau", "tau_block"
+WINDOWS = (2, 4, 8)
 TAU_THRESHOLD = 0.95
-Spread = tuple[float, float, float]
+AGREEMENT = 0.7  # of the drafts of an untrained model
+WARM_UP_ROWS, WARM_UP_TOKENS = 4, 4
 
 
-def fixed_windows(block_size: int) -> dict[str, dict[str, Any]]:
-    """Settings of verified decoding with each window up to the block size, without and with branches; W = 1 has none."""
+def fixed_windows(block_size: int, widest_branched: int = max(WINDOWS)) -> dict[str, dict[str, Any]]:
+    """Settings of verified decoding with each window up to the block size, without and, up to `widest_branched`, with branches.
+
+    A window of 1 is one-token decoding.
+    """
     settings: dict[str, dict[str, Any]] = {}
     for window in (window for window in WINDOWS if window <= block_size):
-        for has_branches in (False, True) if window > 1 else (False,):
+        for has_branches in (False, True) if window <= widest_branched else (False,):
             name = f"verified_{window}" + ("_branches" if has_branches else "")
             settings[name] = {"mode": "verified", "window": window, "draft_branches": has_branches}
     return settings
 
 
-def method_names() -> tuple[str, ...]:
-    """All methods that there can be."""
-    return (GENERATE, CONTINUOUS, ONE_TOKEN, ONE_TOKEN_BLOCK, AUTO, *fixed_windows(max(WINDOWS)), TAU, TAU_BLOCK)
-
-
-def make_methods(subject: Subject, batch_size: int, max_length: int, kind: str) -> dict[str, Method]:
-    """All methods by name. Drafts are compared on ragged work of a trained model, one-token decoding on all work."""
-    engines = Engines(subject, batch_size, max_length)
-    methods = {
-        GENERATE: generate_method(subject, batch_size),
-        CONTINUOUS: continuous_batching_method(subject, batch_size, max_length),
+def batch_methods(engines: Engines) -> dict[str, Method]:
+    """One-token decoding against a static batch, and between our caches."""
+    return {
+        GENERATE: generate_method(engines.subject, engines.batch_size),
         ONE_TOKEN: engines.method("ragged", mode="one_token"),
         ONE_TOKEN_BLOCK: engines.method("block", mode="one_token"),
     }
-    if kind == EQUAL or not subject.is_trained:
-        return methods
-    fixed = {name: engines.method("ragged", **settings) for name, settings in fixed_windows(subject.block_size).items()}
+
+
+def ragged_methods(engines: Engines) -> dict[str, Method]:
+    """One-token decoding against both ways of `transformers`."""
+    subject, batch_size = engines.subject, engines.batch_size
     return {
-        **methods,
-        AUTO: engines.method("ragged", mode="verified", window="auto"),
-        **fixed,
-        TAU: engines.method("ragged", mode="tau", threshold=TAU_THRESHOLD),
-        TAU_BLOCK: engines.method("block", mode="tau", threshold=TAU_THRESHOLD),
+        GENERATE: generate_method(subject, batch_size),
+        CONTINUOUS: continuous_batching_method(subject, batch_size, engines.max_length),
+        ONE_TOKEN: engines.method("ragged", mode="one_token"),
     }
+
+
+def window_methods(engines: Engines, *, is_quick: bool) -> dict[str, Method]:
+    """One-token decoding, the automatic window and the fixed ones. Drafts of an untrained model are replaced."""
+    subject = engines.subject
+    agreement = None if subject.is_trained else AGREEMENT
+    fixed = fixed_windows(subject.block_size, min(WINDOWS) if is_quick else max(WINDOWS))
+    methods = {
+        ONE_TOKEN: engines.method("ragged", mode="one_token"),
+        AUTO: engines.method("ragged", agreement=agreement, mode="verified", window="auto"),
+        **{name: engines.method("ragged", agreement=agreement, **settings) for name, settings in fixed.items()},
+    }
+    if subject.is_trained:
+        methods[TAU] = engines.method("ragged", mode="tau", threshold=TAU_THRESHOLD)
+        methods[TAU_BLOCK] = engines.method("block", mode="tau", threshold=TAU_THRESHOLD)
+    elif not is_quick:
+        methods[AUTO_NEVER_RIGHT] = engines.method("ragged", agreement=0.0, mode="verified", window="auto")
+    return methods
 
 
 def reference_of(name: str) -> str | None:
@@ -62,12 +78,12 @@ def reference_of(name: str) -> str | None:
 
 
 class Comparison:
-    """Repeated runs of several methods on the same works, in turns.
+    """Repeated runs of several methods on the same work, in turns.
 
     Args:
         subject: the model.
         batch_size: rows that are decoded at the same time.
-        kind: of the works, `equal` or `ragged`.
+        kind: of the work, for the tables.
         methods: by name.
     """
 
@@ -77,19 +93,35 @@ class Comparison:
         self.results: dict[str, list[Decoded]] = {name: [] for name in methods}
         self.differences: dict[str, Differences] = {}
 
-    def run(self, works: Sequence[Work], told: Callable[[str], None]) -> None:
-        """One untimed run of each method on the first rows, then one repeat with each work, in an order that turns."""
-        first = works[0]
-        start = Work(first.prompts[: self.batch_size], first.budgets[: self.batch_size], first.end_ids)
-        for method in self._methods.values():
-            method(start)
+    def run(self, work: Work, num_repeats: int, told: Callable[[str], None]) -> None:
+        """Untimed runs of each method, then all methods on the same work in each repeat, in an order that turns.
+
+        Drafts that are replaced are drawn anew for each repeat.
+        """
+        self._warm_up(work)
         names = list(self._methods)
-        for repeat, work in enumerate(works):
-            turn = repeat * len(names) // len(works)
+        for repeat in range(num_repeats):
+            drawn = replace(work, seed=repeat)
+            turn = repeat * len(names) // num_repeats
             for name in names[turn:] + names[:turn]:
-                self.results[name].append(self._methods[name](work))
-            self._check(work)
-            told(f"batch {self.batch_size}, {self.kind} work: {repeat + 1} of {len(works)} repeats")
+                self.results[name].append(self._methods[name](drawn))
+            self._check(drawn)
+            told(f"batch {self.batch_size}, {self.kind} work: {repeat + 1} of {num_repeats} repeats")
+
+    def _warm_up(self, work: Work) -> None:
+        """A few tokens of the first rows; one-token decoding runs the whole work where others must know the true tokens.
+
+        The automatic window sees each number of rows for which it measures costs: that is not part of any repeat.
+        """
+        has_drafts = any(name.startswith("verified") for name in self._methods)
+        for name, method in sorted(self._methods.items(), key=lambda item: item[0] != ONE_TOKEN):
+            if name == ONE_TOKEN and has_drafts:
+                method(work)
+                continue
+            num_rows = self.batch_size if name.startswith(AUTO) else min(self.batch_size, WARM_UP_ROWS)
+            while num_rows:
+                method(work.start(num_rows, WARM_UP_TOKENS))
+                num_rows = num_rows // 2 if name.startswith(AUTO) else 0
 
     def _check(self, work: Work) -> None:
         for name, results in self.results.items():
@@ -109,10 +141,14 @@ class Comparison:
         counts = [result.statistics for result in self.results[name] if result.statistics is not None]
         return [each.engine_seconds / (each.engine_seconds + each.model_seconds) for each in counts]
 
-    def best_fixed(self) -> str | None:
+    def tokens_per_forward(self, name: str) -> list[float]:
+        """Of a method of ours, for each repeat."""
+        return [result.statistics.tokens_per_forward for result in self.results[name] if result.statistics is not None]
+
+    def best_fixed(self) -> str:
         """The fixed window of verified decoding with the fewest seconds per token in the median over the repeats."""
         fixed = [name for name in self.results if name in fixed_windows(self._subject.block_size)]
-        return min(fixed, key=self._seconds_per_token, default=None)
+        return min([ONE_TOKEN, *fixed], key=self._seconds_per_token)
 
     def _seconds_per_token(self, name: str) -> float:
         return statistics.median(result.seconds_per_token for result in self.results[name])
@@ -155,40 +191,3 @@ HEADERS = (
     "query tokens/token",
     "rows with other tokens",
 )
-
-
-def spread(values: Sequence[float]) -> Spread:
-    """Median, least and largest."""
-    return round(statistics.median(values), 3), round(min(values), 3), round(max(values), 3)
-
-
-def figures(equal: Comparison, ragged: Comparison) -> dict[str, Any]:
-    """What the runs of one batch size say: ratios above 1 mean that the first named is faster; median, least, largest."""
-    pairs = {
-        f"one_token_vs_{short}_{each.kind}": (each, ONE_TOKEN, other)
-        for short, other in (("generate", GENERATE), ("continuous", CONTINUOUS))
-        for each in (equal, ragged)
-    }
-    pairs["ragged_vs_block"] = (ragged, ONE_TOKEN, ONE_TOKEN_BLOCK)
-    pairs["ragged_vs_block_tau"] = (ragged, TAU, TAU_BLOCK)
-    pairs["auto_vs_one_token"] = (ragged, AUTO, ONE_TOKEN)
-    pairs["tau_vs_one_token"] = (ragged, TAU, ONE_TOKEN)
-    best = ragged.best_fixed()
-    if best is not None:
-        pairs["auto_vs_best_fixed"] = (ragged, AUTO, best)
-        pairs["best_fixed_vs_one_token"] = (ragged, best, ONE_TOKEN)
-    values: dict[str, Any] = {
-        name: spread(each.speedups(fast, slow))
-        for name, (each, fast, slow) in pairs.items()
-        if fast in each.results and slow in each.results
-    }
-    if ONE_TOKEN in ragged.results:
-        values["engine_overhead_share"] = spread(ragged.overhead_shares(ONE_TOKEN))
-    if best is not None:
-        values["best_fixed"] = best
-    values["rows_with_other_tokens"] = {
-        f"{name}_{each.kind}": [found.num_differing, found.num_rows, found.num_near_ties]
-        for each in (equal, ragged)
-        for name, found in each.differences.items()
-    }
-    return values

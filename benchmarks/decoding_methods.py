@@ -1,9 +1,10 @@
 """The ways of decoding that the benchmarks compare, each as a function from work to tokens and seconds.
 
-`transformers` is used as its documentation says: `generate` on left-padded batches in order, each as long as its longest answer,
-and the continuous batching of its `ContinuousBatchingManager` with requests of their own budgets. The latter runs on a CPU too,
-with paged attention through SDPA: keys and values of all running rows are gathered and attended to under one block-diagonal mask,
-so its attention grows with the square of the rows; kernels that read pages in place exist for CUDA only (flash-attn).
+`transformers` is used as its documentation says: `generate` on left-padded batches, sorted as suits it best, each as long as its
+longest answer, and continuous batching by the manager behind `generate_batch`, which takes requests with budgets of their own (the
+function itself has one budget for all, and would make the manager anew each time). It runs on a CPU too, with paged attention
+through SDPA: keys and values of all running rows are gathered and attended to under one block-diagonal mask, so its attention grows
+with the square of the rows; kernels that read pages in place exist for CUDA only (flash-attn).
 """
 
 import time
@@ -15,16 +16,18 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers import logging as transformers_logging
 
+from benchmarks.decoding_drafts import AgreeingEngine, Agreement
 from benchmarks.decoding_models import Subject
 from benchmarks.decoding_work import Work
 from workers.config import RowDecodingSettings
 from workers.decoding.engine import DecodingEngine
-from workers.decoding.request import Request
+from workers.decoding.request import Request, Result
 from workers.decoding.statistics import RunStatistics
 
 PAGE_SIZE = 64
 PREFILL_TOKENS = 512  # prompt tokens of one forward, for continuous batching and for the engine
 SECONDS_TO_WAIT = 1.0
+PACE_PROMPT, PACE_STEPS = 32, 4
 PADDING_ID = 0  # hidden by the attention mask
 
 
@@ -66,17 +69,63 @@ class Clock:
 
 
 def generate_method(subject: Subject, batch_size: int) -> Method:
-    """`model.generate`, greedy, with its default cache."""
+    """`model.generate`, greedy, with its default cache, on the batches that suit it best."""
+    paces: list[Pace] = []
 
     def run(work: Work) -> Decoded:
+        order = list(range(len(work.prompts)))
+        if len(order) > batch_size:
+            if not paces:
+                paces.append(_measure_pace(subject, batch_size))
+            order = best_order(work, batch_size, paces[0])
         clock = Clock(subject.device)
-        answers: list[tuple[int, ...]] = []
-        for first in range(0, len(work.prompts), batch_size):
-            rows = slice(first, first + batch_size)
-            answers += _generate_batch(subject, work.prompts[rows], work.budgets[rows], work.end_ids)
-        return Decoded(answers, *clock.seconds())
+        answers: dict[int, tuple[int, ...]] = {}
+        for first in range(0, len(order), batch_size):
+            rows = order[first : first + batch_size]
+            prompts, budgets = [work.prompts[row] for row in rows], [work.budgets[row] for row in rows]
+            answers.update(zip(rows, _generate_batch(subject, prompts, budgets, work.end_ids), strict=True))
+        return Decoded([answers[row] for row in range(len(order))], *clock.seconds())
 
     return run
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Seconds of `generate`: for a token of a prompt, padding included, and for a step of a batch."""
+
+    prompt_token: float
+    step: float
+
+
+def best_order(work: Work, batch_size: int, pace: Pace) -> list[int]:
+    """Rows sorted by budget, by prompt or by the seconds of both: the one of them whose batches take least at this pace."""
+    sizes = [(len(prompt), budget) for prompt, budget in zip(work.prompts, work.budgets, strict=True)]
+
+    def seconds(order: list[int]) -> float:
+        total = 0.0
+        for first in range(0, len(order), batch_size):
+            rows = [sizes[row] for row in order[first : first + batch_size]]
+            total += len(rows) * max(prompt for prompt, _ in rows) * pace.prompt_token
+            total += max(budget for _, budget in rows) * pace.step
+        return total
+
+    keys: list[Callable[[int], Any]] = [
+        lambda row: (sizes[row][1], sizes[row][0]),
+        lambda row: sizes[row],
+        lambda row: batch_size * sizes[row][0] * pace.prompt_token + sizes[row][1] * pace.step,
+    ]
+    return min((sorted(range(len(sizes)), key=key) for key in keys), key=seconds)
+
+
+def _measure_pace(subject: Subject, batch_size: int) -> Pace:
+    """From one token and a few behind equal prompts; a run before them is not timed."""
+    prompts, seconds = [tuple([3] * PACE_PROMPT)] * batch_size, []
+    for num_tokens in (1, 1, 1 + PACE_STEPS):
+        clock = Clock(subject.device)
+        _generate_batch(subject, prompts, [num_tokens] * batch_size, frozenset())
+        seconds.append(clock.seconds()[0])
+    _, first, all_steps = seconds
+    return Pace(first / (batch_size * PACE_PROMPT), max(all_steps - first, 0.0) / PACE_STEPS)
 
 
 def _generate_batch(
@@ -153,33 +202,65 @@ def _serve(manager: Any, work: Work) -> list[tuple[int, ...]]:
 
 @dataclass
 class Engines:
-    """Our engines for one model, batch size and length: one for each cache, shared by all variants, made when first asked for."""
+    """Our engines for one model, batch size and length: one for each cache, made when first asked for, and shared by the variants.
+
+    The automatic window has one of its own, for what it knows of drafts must come from its own steps, and each probability of
+    agreement too.
+    """
 
     subject: Subject
     batch_size: int
     max_length: int
-    _engines: dict[tuple[str, frozenset[int]], DecodingEngine] = field(default_factory=dict)
+    _engines: dict[tuple[Any, ...], DecodingEngine] = field(default_factory=dict)
+    _answers: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
 
-    def method(self, cache: Literal["ragged", "block", "none"], **settings: Any) -> Method:
-        """Decoding with these settings in each row, for instance `mode="verified", window=4`."""
+    def method(
+        self, cache: Literal["ragged", "block", "none"], *, agreement: float | None = None, **settings: Any
+    ) -> Method:
+        """Decoding with these settings in each row, for instance `mode="verified", window=4`.
+
+        Args:
+            cache: of the engine.
+            agreement: with this probability each draft is the true token, see `decoding_drafts`; None leaves drafts alone. The
+                true tokens are those of an earlier one-token run.
+            settings: of the rows.
+        """
+        is_auto = settings.get("window") == "auto"
 
         def run(work: Work) -> Decoded:
-            engine = self._engine(cache, work.end_ids)
+            engine = self._engine(cache, work.end_ids, agreement, is_auto)
             engine.statistics = RunStatistics()
+            if agreement is not None:
+                assert isinstance(engine, AgreeingEngine)
+                answers = [self._answers[prompt] for prompt in work.prompts]
+                engine.agreement = Agreement.drawn(answers, agreement, work.seed, self.subject.mask_token_id)
             requests = make_requests(work, settings)
             clock = Clock(self.subject.device)
             results = engine.generate_all(requests)
             seconds = clock.seconds()
             bad = next((result.error for result in results if result.error is not None), None)
             assert bad is None, bad
+            if settings["mode"] == "one_token":
+                self._remember(work, results)
             return Decoded([result.token_ids for result in results], *seconds, engine.statistics)
 
         return run
 
-    def _engine(self, cache: Literal["ragged", "block", "none"], end_ids: frozenset[int]) -> DecodingEngine:
-        key = (cache, end_ids)
+    def _remember(self, work: Work, results: Sequence[Result]) -> None:
+        for prompt, result in zip(work.prompts, results, strict=True):
+            self._answers[prompt] = max(self._answers.get(prompt, ()), result.token_ids, key=len)
+
+    def _engine(
+        self,
+        cache: Literal["ragged", "block", "none"],
+        end_ids: frozenset[int],
+        agreement: float | None,
+        is_auto: bool,
+    ) -> DecodingEngine:
+        key = (cache, end_ids, agreement, is_auto)
         if key not in self._engines:
-            self._engines[key] = make_engine(self.subject, cache, self.batch_size, self.max_length, end_ids)
+            kind = DecodingEngine if agreement is None else AgreeingEngine
+            self._engines[key] = make_engine(self.subject, cache, self.batch_size, self.max_length, end_ids, kind)
         return self._engines[key]
 
 
@@ -189,9 +270,10 @@ def make_engine(
     num_slots: int,
     max_length: int,
     end_ids: frozenset[int],
+    kind: type[DecodingEngine] = DecodingEngine,
 ) -> DecodingEngine:
     """An engine with the defaults of the project where nothing is named."""
-    return DecodingEngine(
+    return kind(
         subject.model,
         subject.tokenizer,
         mask_token_id=subject.mask_token_id,

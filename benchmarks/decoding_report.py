@@ -1,6 +1,6 @@
 """Tables of the decoding benchmarks. (Those of `pipelines.reports` need Ray, which a device check does without.)"""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -18,19 +18,6 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
         + "\n"
         for line in lines
     )
-
-
-def facts(values: Mapping[str, Any], indent: int = 0) -> str:
-    """One figure a line; figures of a group are indented under its name."""
-    width = max(map(len, values), default=0)
-    lines = []
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            lines.append(" " * indent + name + "\n" + facts(value, indent + 2))
-        else:
-            text = "  ".join(map(_text, value)) if isinstance(value, Sequence) and not isinstance(value, str) else value
-            lines.append(" " * indent + f"{name.ljust(width)}  {text}\n")
-    return "".join(lines)
 
 
 def _text(value: Any) -> str:

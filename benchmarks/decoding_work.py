@@ -1,70 +1,90 @@
 """What the decoding benchmarks decode: prompts, and a budget of tokens for each answer.
 
-Equal work has prompts of one length and one budget: the best case of a static batch. Ragged work has the lengths of GSM8K, or a
-file's prompts as they come.
+Equal work has prompts of one length and one budget: the best case of a static batch. Ragged work draws both from wide ranges; of a
+file it has the prompts as they come.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.decoding_models import Subject, walk
-from benchmarks.lengths import PROMPT_QUANTILES, RESPONSE_QUANTILES, random_samples
 from workers.chat import encode_prompt
 from workers.models.folder import inspect_model_folder, load_tokenizer, read_multi_token_settings
 
-EQUAL, RAGGED = "equal", "ragged"
-_SHORTEST = 2
+EQUAL, RAGGED, NATURAL = "equal", "ragged", "natural"
 
 
 @dataclass(frozen=True)
 class Work:
-    """Rows in their order; `end_ids` end an answer before its budget."""
+    """Rows in their order; `end_ids` end an answer before its budget; `seed` is that of replaced drafts."""
 
     prompts: tuple[tuple[int, ...], ...]
     budgets: tuple[int, ...]
     end_ids: frozenset[int]
+    seed: int = 0
 
     @property
     def max_length(self) -> int:
         """Places that the longest row may take."""
         return max(len(prompt) + budget for prompt, budget in zip(self.prompts, self.budgets, strict=True))
 
+    def start(self, num_rows: int, num_tokens: int) -> "Work":
+        """The first rows with short answers."""
+        budgets = tuple(min(budget, num_tokens) for budget in self.budgets[:num_rows])
+        return replace(self, prompts=self.prompts[:num_rows], budgets=budgets)
+
 
 @dataclass(frozen=True)
-class Lengths:
-    """`scale` multiplies the drawn lengths of GSM8K; `max_new_tokens` is the budget where end tokens end answers."""
+class Sizes:
+    """Lengths in tokens, ranges with both ends.
 
-    scale: float
-    max_new_tokens: int
+    Attributes:
+        prompt, output: of equal work.
+        num_ragged: rows of ragged work.
+        ragged_prompts, ragged_outputs: its lengths.
+        max_new_tokens: the budget where end tokens end answers.
+    """
 
-    def scaled(self, length: int) -> int:
-        """A drawn length, not below two tokens."""
-        return max(_SHORTEST, round(self.scale * length))
+    prompt: int
+    output: int
+    num_ragged: int
+    ragged_prompts: tuple[int, int]
+    ragged_outputs: tuple[int, int]
+    max_new_tokens: int = 256
 
 
-def equal_work(subject: Subject, num_rows: int, seed: int, lengths: Lengths) -> Work:
+FULL = Sizes(64, 64, 64, (8, 256), (8, 128))
+QUICK = Sizes(16, 16, 16, (8, 64), (8, 32))
+
+
+def equal_work(subject: Subject, num_rows: int, sizes: Sizes) -> Work:
     """Prompts and budgets of one length, end tokens ignored: every row takes part in every step.
 
     A file's prompts are cut to the shortest of them and keep their last tokens.
     """
-    median = len(PROMPT_QUANTILES) // 2
-    num_prompt, budget = lengths.scaled(PROMPT_QUANTILES[median]), lengths.scaled(RESPONSE_QUANTILES[median])
-    prompts = _prompts(subject, [num_prompt] * num_rows, seed)
+    prompts = _prompts(subject, [sizes.prompt] * num_rows, 0)
     shortest = min(map(len, prompts))
-    return Work(tuple(prompt[-shortest:] for prompt in prompts), (budget,) * num_rows, frozenset())
+    return Work(tuple(prompt[-shortest:] for prompt in prompts), (sizes.output,) * num_rows, frozenset())
 
 
-def ragged_work(subject: Subject, num_rows: int, seed: int, lengths: Lengths) -> Work:
-    """Prompts and answers of the lengths of GSM8K; a model with end tokens ends its answers itself, within `max_new_tokens`."""
-    samples = random_samples(num_rows, seed, vocab_size=subject.mask_token_id + 1)
-    spans = [sample.responses[0] for sample in samples]
-    prompts = _prompts(subject, [lengths.scaled(start) for start, _ in spans], seed)
-    budgets = [lengths.max_new_tokens if subject.end_ids else lengths.scaled(end - start) for start, end in spans]
-    return Work(tuple(prompts), tuple(budgets), subject.end_ids)
+def ragged_work(subject: Subject, num_rows: int, seed: int, sizes: Sizes) -> Work:
+    """Prompts and answers of drawn lengths; end tokens are ignored, so that answers have their lengths."""
+    generator = np.random.default_rng([seed, num_rows])
+    num_prompts = generator.integers(*sizes.ragged_prompts, size=num_rows, endpoint=True).tolist()
+    budgets = generator.integers(*sizes.ragged_outputs, size=num_rows, endpoint=True).tolist()
+    return Work(tuple(_prompts(subject, num_prompts, seed)), tuple(budgets), frozenset())
+
+
+def natural_work(subject: Subject, num_rows: int, seed: int, sizes: Sizes) -> Work:
+    """Ragged work in which a model with end tokens ends its answers itself, within `max_new_tokens`."""
+    work = ragged_work(subject, num_rows, seed, sizes)
+    if not subject.end_ids:
+        return work
+    return replace(work, budgets=(sizes.max_new_tokens,) * num_rows, end_ids=subject.end_ids)
 
 
 def _prompts(subject: Subject, lengths: list[int], seed: int) -> list[tuple[int, ...]]:

@@ -32,10 +32,11 @@ from benchmarks.decoding_methods import Decoded, Engines
 from benchmarks.decoding_models import Subject
 from benchmarks.decoding_oracles import Differences, argmax_loop, compare
 from benchmarks.decoding_report import table
-from benchmarks.decoding_work import Lengths, ragged_work
+from benchmarks.decoding_work import Sizes, natural_work
 
-ORACLE_SCALE, QUICK_ORACLE_SCALE = 0.3, 0.15
-ORACLE_ROWS, ORACLE_TOKENS, ORACLE_SLOTS = 12, 64, 5
+ORACLE_ROWS, ORACLE_SLOTS = 12, 5
+ORACLE_SIZES = Sizes(0, 0, 0, (10, 50), (10, 60), max_new_tokens=64)
+QUICK_ORACLE_SIZES = Sizes(0, 0, 0, (6, 25), (6, 30), max_new_tokens=64)
 VERIFIED: dict[str, dict[str, Any]] = {
     "verified, automatic window": {"mode": "verified", "window": "auto"},
     "verified, W = 2": {"mode": "verified", "window": 2, "draft_branches": False},
@@ -55,9 +56,9 @@ class Oracles:
     differences: dict[str, Differences] = field(default_factory=dict)
     tokens_per_forward: dict[str, float] = field(default_factory=dict)
 
-    def run(self, scale: float) -> None:
+    def run(self, sizes: Sizes) -> None:
         """Runs all checks on ragged rows, more of them than slots."""
-        work = ragged_work(self.subject, ORACLE_ROWS, 0, Lengths(scale, ORACLE_TOKENS))
+        work = natural_work(self.subject, ORACLE_ROWS, 0, sizes)
         engines = Engines(self.subject, ORACLE_SLOTS, work.max_length)
         alone = Engines(self.subject, 1, work.max_length)
 
@@ -137,7 +138,7 @@ def main(arguments: list[str] | None = None) -> int:
         models = subjects(options, device, DTYPES[dtype])
         for subject in models:
             checked.append(Oracles(subject))
-            checked[-1].run(QUICK_ORACLE_SCALE if options.quick else ORACLE_SCALE)
+            checked[-1].run(QUICK_ORACLE_SIZES if options.quick else ORACLE_SIZES)
     rows = [row for oracles in checked for row in oracles.rows()]
     sys.stdout.write(table(("model", "dtype", "check", "rows with other tokens"), rows))
     failures = [
@@ -151,7 +152,7 @@ def main(arguments: list[str] | None = None) -> int:
     values: dict[str, Any] = {"device": device_name, "failures": failures}
     values["checks"] = {oracles.name: oracles.figures() for oracles in checked}
     if not options.only_checks:
-        values["speed"] = {f"{subject.name}, {dtypes[-1]}": measure(subject, options) for subject in models}
+        values["speed"] = {f"{subject.name}, {dtypes[-1]}": measure(subject, options).values() for subject in models}
     sys.stdout.write(json.dumps(values) + "\n")
     return 1 if failures else 0
 
