@@ -6,7 +6,7 @@ from random import Random
 import torch
 from torch import Tensor
 
-from workers.decoding.packed_step import PlacedQuery
+from workers.decoding.step_groups import PlacedQuery
 from workers.decoding.strategies.mars import RowQuery
 
 

@@ -1,5 +1,6 @@
 """A packed step against the rule in plain Python: who stands where, who sees whom, and what attention makes of it."""
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -8,16 +9,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from naive_steps import naive_attention, naive_tokens, random_rows, sees
 from random_requests import MODELS, few_examples
+from scripted_model import ByteTokenizer
+from tiny_models import MASK_ID
 from torch import nn
 
+from workers.config import RowDecodingSettings
 from workers.decoding.decoder_model import DecoderModel
-from workers.decoding.packed_step import PackedStep, PlacedQuery, pack_step
+from workers.decoding.engine import DecodingEngine
+from workers.decoding.packed_step import PackedStep, SlotShape, pack_step
+from workers.decoding.request import Request
 from workers.decoding.slot_attention import StepContext, _attend
+from workers.decoding.step_groups import PlacedQuery
 from workers.decoding.strategies.mars import RowQuery
 
 CPU = torch.device("cpu")
 WINDOWS = {"full_attention": None, "sliding_attention": 5}
 MAX_LENGTH = 40
+SHAPE = SlotShape(MAX_LENGTH, MAX_LENGTH + 65)
 
 
 def seats_of(step: PackedStep) -> dict[int, tuple[int, int, int]]:
@@ -34,7 +42,7 @@ def seats_of(step: PackedStep) -> dict[int, tuple[int, int, int]]:
 @given(seed=st.integers(0, 10**6), num_slots=st.integers(1, 12))
 def test_every_token_sees_what_the_rule_says(seed, num_slots):
     rows = random_rows(Random(seed), num_slots=num_slots, max_length=MAX_LENGTH)
-    step = pack_step(rows, WINDOWS, max_length=MAX_LENGTH, device=CPU)
+    step = pack_step(rows, WINDOWS, shape=SHAPE, device=CPU)
     expected = [token for row in rows for token in naive_tokens(row, MAX_LENGTH)]
     assert step.token_N.tolist() == [token.token_id for token in expected]
     assert step.position_N.tolist() == [token.position for token in expected]
@@ -57,7 +65,7 @@ def test_every_token_sees_what_the_rule_says(seed, num_slots):
 @given(seed=st.integers(0, 10**6), num_slots=st.integers(1, 20))
 def test_groups_waste_little_and_padding_sees_something(seed, num_slots):
     rows = random_rows(Random(seed), num_slots=num_slots, max_length=MAX_LENGTH)
-    step = pack_step(rows, WINDOWS, max_length=MAX_LENGTH, device=CPU)
+    step = pack_step(rows, WINDOWS, shape=SHAPE, device=CPU)
     lanes = {row.slot: row.num_lanes for row in rows}
     grouped = []
     for group in step.groups:
@@ -84,7 +92,7 @@ def test_groups_waste_little_and_padding_sees_something(seed, num_slots):
 def test_slot_attention_equals_naive_attention(seed, num_slots, num_key_heads, num_shared, softcap, layer_type):
     """Heads that share keys, a scaling of its own, softcaps, sliding windows; values narrower than keys."""
     rows = random_rows(Random(seed), num_slots=num_slots, max_length=MAX_LENGTH)
-    step = pack_step(rows, WINDOWS, max_length=MAX_LENGTH, device=CPU)
+    step = pack_step(rows, WINDOWS, shape=SHAPE, device=CPU)
     heads = {"num_key_heads": num_key_heads, "num_shared": num_shared}
     check_attention(rows, step, softcap=softcap, layer_type=layer_type, seed=seed, **heads)
 
@@ -122,7 +130,7 @@ def test_a_padded_group_that_is_as_large_as_the_step_takes_its_own_tokens():
     """Slot 1 is empty, so there are two groups; the second has 2 rows of 4 lanes, as many as the step has tokens, but 2 of them
     are padding. It once took all tokens of the step as they stood."""
     rows = [PlacedQuery(slot, 3, RowQuery([5] * num_lanes, num_lanes)) for slot, num_lanes in ((0, 2), (2, 4), (3, 2))]
-    step = pack_step(rows, {"full_attention": None}, max_length=MAX_LENGTH, device=CPU)
+    step = pack_step(rows, {"full_attention": None}, shape=SHAPE, device=CPU)
     assert [tuple(group.index_RQ.shape) for group in step.groups] == [(1, 2), (2, 4)]
     check_attention(rows, step, num_key_heads=2, num_shared=2, softcap=None, layer_type="full_attention", seed=0)
 
@@ -155,3 +163,51 @@ def test_logits_of_branches_are_those_of_the_plain_model(model_type):
             torch.testing.assert_close(logits_NV[number], expected_V, atol=1e-4, rtol=0)
             number += 1
     assert number == len(logits_NV)
+
+
+@few_examples(60)
+@given(seed=st.integers(0, 10**6), num_slots=st.integers(1, 8))
+def test_steps_of_rounded_shapes_are_the_same_with_padding_behind(seed, num_slots):
+    rows = random_rows(Random(seed), num_slots=num_slots, max_length=MAX_LENGTH)
+    exact = pack_step(rows, WINDOWS, shape=SHAPE, device=CPU)
+    rounded = pack_step(rows, WINDOWS, shape=SlotShape(MAX_LENGTH, MAX_LENGTH + 65, 16, 32), device=CPU)
+    num_tokens = len(exact.token_N)
+    assert len(rounded.token_N) % 16 == 0 and len(rounded.token_N) - num_tokens < 16
+    for name in ("token_N", "position_N", "slot_N", "place_N", "output_N"):
+        assert torch.equal(getattr(rounded, name)[:num_tokens], getattr(exact, name))
+    assert set(rounded.place_N[num_tokens:].tolist()) <= {MAX_LENGTH + 64}  # the trash
+    for ours, theirs in zip(rounded.groups, exact.groups, strict=True):
+        assert ours.num_places % 32 == 0 or ours.num_places == MAX_LENGTH + 65
+        for name, mask in theirs.masks.items():
+            assert torch.equal(ours.masks[name][..., : theirs.num_places], mask)
+            assert not ours.masks[name][..., theirs.num_places :].any()
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen2_sliding"])
+def test_rounded_shapes_change_no_token(model_type):
+    """As on a GPU, where the shapes of steps come again."""
+    answers = []
+    for multiples in ((1, 1), (16, 32)):
+        engine = DecodingEngine(
+            MODELS[model_type],
+            ByteTokenizer(),
+            mask_token_id=MASK_ID,
+            end_ids={1},
+            block_size=4,
+            num_slots=3,
+            max_length=50,
+            prefill_chunk=7,
+        )
+        engine._model.slot_shape = replace(
+            engine._model.slot_shape, token_multiple=multiples[0], place_multiple=multiples[1]
+        )
+        requests = [
+            Request(
+                place,
+                tuple(range(2, 4 + 3 * place)),
+                RowDecodingSettings(window=4, draft_branches=True, max_new_tokens=12),
+            )
+            for place in range(6)
+        ]
+        answers.append([result.token_ids for result in engine.generate_all(requests)])
+    assert answers[0] == answers[1]

@@ -12,15 +12,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from workers.decoding.cache import LayerShape, SlotCache, probe_layers, run_backbone
-from workers.decoding.packed_step import PackedStep, PlacedQuery, pack_step
+from workers.decoding.packed_step import PackedStep, SlotShape, pack_step
 from workers.decoding.scheduler import Copy
 from workers.decoding.slot_attention import StepContext, slot_attention_in
+from workers.decoding.step_groups import PlacedQuery
 from workers.decoding.strategies.mars import RowQuery
 from workers.errors import InputError
 from workers.models.attention_masks import attention_windows, pack_by_layer_type, pack_masks, takes_additive_masks
 from workers.models.loading import backbone_and_head
 
 _CHECKED_TOKENS = (5, 3)
+_GPU_MULTIPLES = (16, 256)  # of tokens of a step, and of places that are read
 # Sums in another order differ by a millionth of the largest logit in float32; a wrong mask or scale by far more than this.
 _TOLERANCES = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 _CONTEXT_OF_MEASUREMENTS = 128
@@ -48,6 +50,8 @@ class DecoderModel:
         self.vocab_size: int = model.get_input_embeddings().weight.shape[0]
         self._max_length = max_length
         self._cache = SlotCache(self._probe(model), num_slots, max_length, num_spare)
+        multiples = _GPU_MULTIPLES if self.device.type == "cuda" else (1, 1)
+        self.slot_shape = SlotShape(max_length, max_length + num_spare + 1, *multiples)
         self.seconds = 0.0
 
     def _probe(self, model: PreTrainedModel) -> list[LayerShape]:
@@ -59,7 +63,7 @@ class DecoderModel:
 
     def pack(self, rows: Sequence[PlacedQuery]) -> PackedStep:
         """Lays out a step; see `pack_step`."""
-        return pack_step(rows, self._windows, max_length=self._max_length, device=self.device)
+        return pack_step(rows, self._windows, shape=self.slot_shape, device=self.device)
 
     @torch.inference_mode()
     def check(self, model: PreTrainedModel) -> None:

@@ -16,7 +16,6 @@ from workers.config import RowDecodingSettings
 from workers.decoding.cache import slot_length
 from workers.decoding.decoder_model import DecoderModel
 from workers.decoding.endings import end_of, up_to_end
-from workers.decoding.packed_step import PlacedQuery
 from workers.decoding.picks import Picker, RowPicks
 from workers.decoding.request import (
     Progress,
@@ -29,6 +28,7 @@ from workers.decoding.request import (
 from workers.decoding.row import Row
 from workers.decoding.scheduler import Scheduler, Turn
 from workers.decoding.statistics import RunStatistics
+from workers.decoding.step_groups import PlacedQuery
 from workers.decoding.strategies.mars import RowQuery, lay_out
 from workers.decoding.window_policy import WindowPolicy
 

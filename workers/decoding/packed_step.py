@@ -20,27 +20,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.decoding.strategies.mars import RowQuery
+from workers.decoding.step_groups import PlacedQuery, group_rows, output_bases
 
-# A row with more lanes than this, and more than all rows that decode, reads the cache alone.
-_LANES_OF_SHORT_ROWS = 16
-# A row that reads more places than this, and than four times those of its group, would make all of them read as many.
-_PLACES_OF_SHORT_ROWS = 512
 Array = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True)
-class PlacedQuery:
-    """A row's query, the slot it stands in, and the place of its first token there."""
+class SlotShape:
+    """What a step must know of the cache: positions of a row, and places of a slot, of which the last takes what is not kept.
 
-    slot: int
-    start: int
-    query: RowQuery
+    With multiples above 1 a step has one of few shapes: its tokens, and the places that it reads, are a multiple. That costs some
+    padding, and suits a GPU, on which compiled forwards and CUDA graphs want shapes that come again.
+    """
 
-    @property
-    def num_lanes(self) -> int:
-        """Query tokens of the row."""
-        return len(self.query.token_ids)
+    max_length: int
+    num_places: int
+    token_multiple: int = 1
+    place_multiple: int = 1
+
+    def rounded_places(self, num_places: int) -> int:
+        """The next multiple, within the slot."""
+        return min(-(-num_places // self.place_multiple) * self.place_multiple, self.num_places)
 
 
 @dataclass(eq=False)
@@ -72,6 +72,7 @@ class PackedStep:
         groups: for attention.
         output_N: where each token's result stands among those of all groups, (R * Q) behind (R * Q).
         first_B: the place of each row's first token among the N.
+        is_in_order: whether the results of all groups, without any padding, are those of the N.
     """
 
     token_N: Tensor
@@ -81,6 +82,7 @@ class PackedStep:
     groups: list[Group]
     output_N: Tensor
     first_B: Tensor
+    is_in_order: bool
 
     def first_of(self, places: Sequence[int]) -> Tensor:
         """`first_B` of some of the rows."""
@@ -90,21 +92,27 @@ class PackedStep:
 
 
 def pack_step(
-    rows: Sequence[PlacedQuery], windows: Mapping[str, int | None], *, max_length: int, device: torch.device
+    rows: Sequence[PlacedQuery], windows: Mapping[str, int | None], *, shape: SlotShape, device: torch.device
 ) -> PackedStep:
     """Lays the rows of a step, in the order of their slots, behind one another. One transfer to the device.
 
     Args:
         rows: in ascending order of slots.
         windows: the sliding window of each layer type, None for full attention.
-        max_length: positions of a slot; placeholders beyond, which nobody reads, stand at the last.
+        shape: of the slots; placeholders beyond the last position, which nobody reads, stand there.
         device: of the model.
     """
-    members = _group_rows(rows)
-    lanes = _Lanes.of(rows, members, max_length)
-    seats = [_Seats.of(group, lanes) for group in members]
+    members = group_rows(rows)
+    lanes = _Lanes.of(rows, members, shape.max_length)
+    seats = [_Seats.of(group, lanes, shape) for group in members]
     is_windowed = any(window is not None for window in windows.values())
-    arrays = [lanes.token_N, lanes.position_N, lanes.slot_N, lanes.place_N, lanes.output_N, lanes.first_B]
+    packed = (lanes.token_N, lanes.position_N, lanes.slot_N, lanes.place_N, lanes.output_N)
+    num_padding = -len(lanes.token_N) % shape.token_multiple
+    paddings = (0, 0, 0, shape.num_places - 1, 0)
+    arrays = [
+        np.pad(array, (0, num_padding), constant_values=value) for array, value in zip(packed, paddings, strict=True)
+    ]
+    arrays.append(lanes.first_B)
     for group in seats:
         arrays += [group.index_RQ, group.place_RQ, group.limit_RQ, group.own_RQ]
         arrays += [group.position_RQ, group.key_positions()] if is_windowed else []
@@ -119,7 +127,8 @@ def pack_step(
         near = (next(parts), next(parts)) if is_windowed else None
         masks = _masks(group, rule, near, windows)
         groups.append(Group(group.slots, group.num_places, index_RQ, masks))
-    return PackedStep(token_N, position_N, slot_N, place_N, groups, output_N, first_B)
+    is_in_order = sum(group.index_RQ.size for group in seats) == len(token_N) == len(lanes.token_N)
+    return PackedStep(token_N, position_N, slot_N, place_N, groups, output_N, first_B, is_in_order)
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,7 +160,7 @@ class _Lanes:
                     base,
                     first,
                 ]
-                for row, base, first in zip(rows, _output_bases(rows, groups), first_B, strict=True)
+                for row, base, first in zip(rows, output_bases(rows, groups), first_B, strict=True)
                 for query in [row.query]
             ],
             dtype=np.int64,
@@ -194,7 +203,7 @@ class _Seats:
     position_RQ: Array
 
     @classmethod
-    def of(cls, rows: Sequence[PlacedQuery], lanes: _Lanes) -> "_Seats":
+    def of(cls, rows: Sequence[PlacedQuery], lanes: _Lanes, shape: SlotShape) -> "_Seats":
         first_slot, num_slots = rows[0].slot, rows[-1].slot - rows[0].slot + 1
         count_R1 = np.zeros((num_slots, 1), dtype=np.int64)
         first_R1 = np.zeros((num_slots, 1), dtype=np.int64)
@@ -207,7 +216,7 @@ class _Seats:
         index_RQ = np.where(is_token_RQ, first_R1 + lane_Q, 0)
         return cls(
             slots=slice(first_slot, first_slot + num_slots),
-            num_places=max(row.start + row.num_lanes for row in rows),
+            num_places=shape.rounded_places(max(row.start + row.num_lanes for row in rows)),
             has_branches=any(row.query.has_branches for row in rows),
             is_token_RQ=is_token_RQ,
             index_RQ=index_RQ,
@@ -249,41 +258,3 @@ def _masks(
             seen_RQT = visible_RQT & (key_RT[:, None] > position_RQ[..., None] - window)
         masks[layer_type] = seen_RQT[:, None]
     return masks
-
-
-def _group_rows(rows: Sequence[PlacedQuery]) -> list[list[PlacedQuery]]:
-    """Rows of similar numbers of lanes in slots with few gaps between them; each long row alone."""
-    shortest = min(row.num_lanes for row in rows)
-    short = max(_LANES_OF_SHORT_ROWS, 2 * shortest)
-    groups: list[list[PlacedQuery]] = []
-    is_open = False
-    for row in rows:
-        if row.num_lanes > short:
-            groups.append([row])
-            is_open = False
-        elif is_open and _is_dense(groups[-1], row):
-            groups[-1].append(row)
-        else:
-            groups.append([row])
-            is_open = True
-    return groups
-
-
-def _is_dense(group: Sequence[PlacedQuery], row: PlacedQuery) -> bool:
-    """Whether a row is not much longer or shorter than a group, and at most a quarter of the slots up to the row's stand empty."""
-    num_slots = row.slot - group[0].slot + 1
-    if 4 * (num_slots - len(group) - 1) > num_slots:
-        return False
-    places = [each.start + each.num_lanes for each in (*group, row)]
-    return max(places) <= max(_PLACES_OF_SHORT_ROWS, 4 * min(places))
-
-
-def _output_bases(rows: Sequence[PlacedQuery], groups: Sequence[Sequence[PlacedQuery]]) -> list[int]:
-    """Where the results of each row begin when those of all groups stand behind one another."""
-    bases, done = {}, 0
-    for group in groups:
-        num_lanes = max(row.num_lanes for row in group)
-        for row in group:
-            bases[row.slot] = done + (row.slot - group[0].slot) * num_lanes
-        done += (group[-1].slot - group[0].slot + 1) * num_lanes
-    return [bases[row.slot] for row in rows]

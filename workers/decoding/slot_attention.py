@@ -69,12 +69,11 @@ def _attend(
     for group in step.groups:
         keys_RKTD, values_RKTD = (states[group.slots, :, : group.num_places] for states in (keys_SKPD, values_SKPD))
         # One group without padding has its tokens in order.
-        is_whole = len(step.groups) == 1 and group.index_RQ.numel() == len(query_NHD)
+        is_whole = step.is_in_order and len(step.groups) == 1
         group_NHD = query_NHD if is_whole else query_NHD[group.index_RQ.flatten()]
         outputs.append(_attend_group(group, layer_type, group_NHD, keys_RKTD, values_RKTD, scaling, softcap))
     flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    # When all rows have the same number of lanes nothing is padded, and the results stand in order.
-    return (flat if len(flat) == len(query_NHD) else flat[step.output_N])[None], None
+    return (flat if step.is_in_order else flat[step.output_N])[None], None
 
 
 def _attend_group(
