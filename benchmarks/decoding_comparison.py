@@ -17,7 +17,7 @@ AUTO, AUTO_NEVER_RIGHT, TAU, TAU_BLOCK = "verified_auto", "verified_auto_never_r
 WINDOWS = (2, 4, 8)
 TAU_THRESHOLD = 0.95
 AGREEMENT = 0.7  # of the drafts of an untrained model
-WARM_UP_ROWS, WARM_UP_TOKENS = 4, 4
+WARM_UP_ROWS, WARM_UP_TOKENS = 4, 3
 
 
 def fixed_windows(block_size: int, widest_branched: int = max(WINDOWS)) -> dict[str, dict[str, Any]]:

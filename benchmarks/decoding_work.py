@@ -58,7 +58,7 @@ class Sizes:
 
 
 FULL = Sizes(64, 64, 64, (8, 256), (8, 128))
-QUICK = Sizes(16, 16, 16, (8, 64), (8, 32))
+QUICK = Sizes(8, 16, 16, (8, 64), (8, 32))
 
 
 def equal_work(subject: Subject, num_rows: int, sizes: Sizes) -> Work:

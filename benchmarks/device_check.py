@@ -29,12 +29,13 @@ import torch
 
 from benchmarks.decoding import DTYPES, add_options, fill_in, measure, subjects
 from benchmarks.decoding_methods import Decoded, Engines
-from benchmarks.decoding_models import Subject
+from benchmarks.decoding_models import Subject, random_smollm2, trained_walker
 from benchmarks.decoding_oracles import Differences, argmax_loop, compare
 from benchmarks.decoding_report import table
 from benchmarks.decoding_work import Sizes, natural_work
 
 ORACLE_ROWS, ORACLE_SLOTS = 12, 5
+QUICK_LAYERS = 2
 ORACLE_SIZES = Sizes(0, 0, 0, (10, 50), (10, 60), max_new_tokens=64)
 QUICK_ORACLE_SIZES = Sizes(0, 0, 0, (6, 25), (6, 30), max_new_tokens=64)
 VERIFIED: dict[str, dict[str, Any]] = {
@@ -116,6 +117,13 @@ class Oracles:
         return {"rows_with_other_tokens": counts, "tokens_per_forward": self.tokens_per_forward}
 
 
+def models_to_check(options: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> list[Subject]:
+    """Those of the benchmark; a quick check has fewer layers, and the trained model, whose drafts are kept."""
+    if options.model or not options.quick:
+        return subjects(options, device, dtype)
+    return [trained_walker(150, device, dtype), random_smollm2(QUICK_LAYERS, device, dtype)]
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Checks, measures, writes both to standard output; 1 when a float32 oracle fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -135,7 +143,7 @@ def main(arguments: list[str] | None = None) -> int:
     dtypes = options.dtypes or (["float32", "bfloat16"] if device.type == "cuda" else ["bfloat16", "float32"])
     checked: list[Oracles] = []
     for dtype in dtypes:
-        models = subjects(options, device, DTYPES[dtype])
+        models = models_to_check(options, device, DTYPES[dtype])
         for subject in models:
             checked.append(Oracles(subject))
             checked[-1].run(QUICK_ORACLE_SIZES if options.quick else ORACLE_SIZES)

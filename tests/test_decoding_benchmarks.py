@@ -10,26 +10,32 @@ import pytest
 import torch
 from tiny_models import MASK_ID, tiny_model
 
-from benchmarks import decoding, decoding_costs, decoding_work
-from benchmarks.decoding_comparison import Comparison, figures, fixed_windows, make_methods, method_names, reference_of
+from benchmarks import decoding_work
+from benchmarks.decoding_comparison import Comparison
+from benchmarks.decoding_drafts import Agreement
 from benchmarks.decoding_methods import (
     Decoded,
     Engines,
+    Pace,
+    best_order,
     continuous_batching_method,
     generate_method,
     until_end,
 )
 from benchmarks.decoding_models import NoText, Subject, prepare, trained_walker, walk
 from benchmarks.decoding_oracles import Differences, argmax_loop, compare
-from benchmarks.decoding_report import facts, table
-from benchmarks.decoding_work import EQUAL, RAGGED, Lengths, Work, equal_work, ragged_work
+from benchmarks.decoding_report import table
+from benchmarks.decoding_work import FULL, QUICK, RAGGED, Sizes, Work, equal_work, natural_work, ragged_work
 from workers.decoding.statistics import RunStatistics
+from workers.models.loading import init_mask_embedding
 
 CPU = torch.device("cpu")
+SMALL = Sizes(prompt=5, output=11, num_ragged=6, ragged_prompts=(2, 9), ragged_outputs=(2, 7), max_new_tokens=40)
 
 
 def random_subject(**facts_of_subject) -> Subject:
     model = prepare(tiny_model("llama_tied"), CPU, torch.float32)
+    init_mask_embedding(model, MASK_ID)  # never the likeliest token, for `generate` would say it
     values = {"end_ids": frozenset(), "is_trained": False, **facts_of_subject}
     return Subject("tiny", model, NoText(), MASK_ID, block_size=8, **values)
 
@@ -63,27 +69,35 @@ def test_walks_follow_their_rule() -> None:
 
 def test_lengths_of_work() -> None:
     subject = random_subject()
-    equal = equal_work(subject, 6, 0, Lengths(0.1, 99))
-    assert {len(prompt) for prompt in equal.prompts} == {9}  # a tenth of 86 and of 114
+    equal = equal_work(subject, 6, SMALL)
+    assert {len(prompt) for prompt in equal.prompts} == {5}
     assert equal.budgets == (11,) * 6
-    assert equal.max_length == 20
-    ragged = ragged_work(subject, 30, 0, Lengths(0.5, 99))
-    assert len({len(prompt) for prompt in ragged.prompts}) > 10
-    assert len(set(ragged.budgets)) > 10
+    assert equal.max_length == 16
+    ragged = ragged_work(subject, 64, 0, FULL)
+    lengths = [len(prompt) for prompt in ragged.prompts]
+    assert 8 <= min(lengths) < 30 < 220 < max(lengths) <= 256
+    assert 8 <= min(ragged.budgets) < 20 < 110 < max(ragged.budgets) <= 128
     assert max(token for prompt in ragged.prompts for token in prompt) < MASK_ID
-    assert ragged == ragged_work(subject, 30, 0, Lengths(0.5, 99))
-    assert ragged.prompts != ragged_work(subject, 30, 1, Lengths(0.5, 99)).prompts
+    assert ragged == ragged_work(subject, 64, 0, FULL)
+    assert ragged.prompts != ragged_work(subject, 64, 1, FULL).prompts
+    assert (QUICK.num_ragged, QUICK.ragged_prompts, QUICK.ragged_outputs) == (16, (8, 64), (8, 32))
+    start = ragged.start(3, 20)
+    assert start.prompts == ragged.prompts[:3]
+    assert start.budgets == tuple(min(budget, 20) for budget in ragged.budgets[:3])
 
 
 def test_work_from_a_file_has_its_prompts_and_the_models_ends() -> None:
     prompts = tuple(tuple(range(2, 4 + row)) for row in range(5))
     subject = random_subject(prompts=prompts, end_ids=frozenset({1}))
-    ragged = ragged_work(subject, 3, 1, Lengths(1.0, 40))
-    assert ragged.prompts == (prompts[3], prompts[4], prompts[0])
-    assert ragged.budgets == (40, 40, 40)
-    assert ragged.end_ids == {1}
-    equal = equal_work(subject, 3, 1, Lengths(1.0, 40))
-    assert equal.prompts == ((5, 6), (6, 7), (2, 3))
+    natural = natural_work(subject, 3, 1, SMALL)
+    assert natural.prompts == (prompts[3], prompts[4], prompts[0])
+    assert natural.budgets == (40, 40, 40)
+    assert natural.end_ids == {1}
+    forced = ragged_work(subject, 3, 1, SMALL)
+    assert (forced.prompts, forced.end_ids) == (natural.prompts, frozenset())
+    assert max(forced.budgets) <= 7
+    equal = equal_work(subject, 3, SMALL)
+    assert equal.prompts == ((2, 3), (3, 4), (4, 5))
     assert equal.end_ids == frozenset()
 
 
@@ -152,6 +166,43 @@ def test_differences_tell_near_ties_from_faults() -> None:
     assert (tied.num_differing, tied.num_near_ties, tied.num_wrong) == (1, 1, 0)
 
 
+def test_static_batches_are_sorted_as_takes_least() -> None:
+    """By budget when steps are dear, by prompt when prompts are, and answers come back in the order of the rows."""
+    work = Work(((1,), (1, 2, 3), (1, 2), (1, 2, 3, 4)), (9, 2, 3, 8), frozenset())
+    assert best_order(work, 2, Pace(prompt_token=0.0, step=1.0)) == [1, 2, 3, 0]
+    assert best_order(work, 2, Pace(prompt_token=1.0, step=0.0)) == [0, 2, 1, 3]
+
+
+def test_replaced_drafts_agree_as_often_as_said() -> None:
+    answers = [tuple(range(1000)), tuple(range(500))]
+    for probability in (0.0, 0.7, 1.0):
+        drafts = Agreement.drawn(answers, probability, 3, mask_token_id=1).drafts
+        assert [len(row) for row in drafts] == [1000, 500]
+        pairs = [pair for row, answer in zip(drafts, answers, strict=True) for pair in zip(row, answer, strict=True)]
+        assert sum(draft == token for draft, token in pairs) / 1500 == pytest.approx(probability, abs=0.04)
+        assert all(draft != 1 for draft, token in pairs if draft != token)  # never the placeholder
+    drawn = [Agreement.drawn(answers, 0.7, seed, 1) for seed in (3, 3, 4)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert Agreement.drawn([answers[0][:20], answers[1]], 0.7, 3, 1).drafts[0] == drawn[0].drafts[0][:20]
+
+
+def test_windows_of_an_untrained_model_keep_drafts_and_its_tokens() -> None:
+    """All drafts right: W tokens a step. None right: one. Either way the tokens are those of one-token decoding."""
+    work = equal_work(random_subject(), 3, SMALL)
+    engines = Engines(random_subject(), 3, work.max_length)
+    expected = engines.method("ragged", mode="one_token")(work).answers
+    for window in (2, 4):
+        per_forward = {}
+        for agreement in (0.0, 0.5, 1.0):
+            settings = {"mode": "verified", "window": window, "draft_branches": window == 4}
+            decoded = engines.method("ragged", agreement=agreement, **settings)(work)
+            assert decoded.answers == expected
+            per_forward[agreement] = decoded.statistics.tokens_per_forward
+        assert per_forward[0.0] == 1.0
+        assert per_forward[0.0] < per_forward[0.5] < per_forward[1.0]
+        assert per_forward[1.0] == 11 / {2: 6, 4: 4}[window]  # the first step has no drafts yet
+
+
 def test_methods_take_turns_on_the_same_work() -> None:
     subject = random_subject()
     seen: list[tuple[str, Work]] = []
@@ -165,98 +216,29 @@ def test_methods_take_turns_on_the_same_work() -> None:
 
         return run
 
-    comparison = Comparison(subject, 2, RAGGED, {name: method(name) for name in seconds})
-    works = [Work(small_work().prompts, (budget,) * 5, frozenset()) for budget in (3, 4, 5)]
-    comparison.run(works, told=lambda text: None)
-    assert [len(work.prompts) for _, work in seen[:3]] == [2, 2, 2]  # to warm up
+    comparison = Comparison(subject, 5, RAGGED, {name: method(name) for name in seconds})
+    comparison.run(small_work(), 3, told=lambda text: None)
+    warm_up, timed = seen[:-9], seen[-9:]
+    # One-token decoding goes through all; the automatic window sees 5, 2 and 1 rows.
+    assert [(name, len(work.prompts)) for name, work in warm_up] == [
+        ("one_token", 5),
+        ("generate", 4),
+        ("verified_auto", 5),
+        ("verified_auto", 2),
+        ("verified_auto", 1),
+    ]
+    assert warm_up[0][1] == small_work()
     for repeat in range(3):
-        of_repeat = seen[3 + 3 * repeat : 6 + 3 * repeat]
+        of_repeat = timed[3 * repeat : 3 * repeat + 3]
         assert sorted(name for name, _ in of_repeat) == sorted(seconds)
-        assert {id(work) for _, work in of_repeat} == {id(works[repeat])}
-    assert {seen[3][0], seen[6][0], seen[9][0]} == set(seconds)
+        assert {(work.prompts, work.budgets, work.seed) for _, work in of_repeat} == {
+            (small_work().prompts, small_work().budgets, repeat)
+        }
+    assert {timed[0][0], timed[3][0], timed[6][0]} == set(seconds)
     assert comparison.speedups("one_token", "generate") == [2.0, 2.0, 2.0]
     assert comparison.overhead_shares("one_token") == [0.25, 0.25, 0.25]
     assert comparison.differences == {"one_token": Differences(15), "verified_auto": Differences(15)}
 
 
-def test_figures_of_a_batch_size() -> None:
-    def comparison(kind: str, seconds: dict[str, list[float]]) -> Comparison:
-        made = Comparison(random_subject(), 4, kind, {})
-        counts = RunStatistics(model_seconds=3.0, engine_seconds=1.0, num_kept_tokens=10, num_row_forwards=5)
-        made.results = {
-            name: [Decoded([(1,) * 10], value, value, counts) for value in values] for name, values in seconds.items()
-        }
-        made.differences = {"one_token": Differences(5, 2, 1, 0.5)}
-        return made
-
-    equal = comparison(EQUAL, {"generate": [2.0, 3.0, 8.0], "one_token": [2.0, 2.0, 2.0]})
-    ragged = comparison(
-        RAGGED,
-        {
-            "generate": [4.0] * 3,
-            "one_token": [2.0] * 3,
-            "one_token_block": [3.0] * 3,
-            "verified_auto": [1.0, 2.0, 4.0],
-            "verified_2": [2.0, 2.0, 2.0],
-            "verified_4_branches": [1.0, 1.0, 9.0],  # the best in the median, though not on average
-        },
-    )
-    values = json.loads(json.dumps(figures(equal, ragged)))
-    assert values == {
-        "one_token_vs_generate_equal": [1.5, 1.0, 4.0],
-        "one_token_vs_generate_ragged": [2.0, 2.0, 2.0],
-        "ragged_vs_block": [1.5, 1.5, 1.5],
-        "auto_vs_one_token": [1.0, 0.5, 2.0],
-        "auto_vs_best_fixed": [1.0, 0.5, 2.25],
-        "best_fixed_vs_one_token": [2.0, 0.222, 2.0],
-        "best_fixed": "verified_4_branches",
-        "engine_overhead_share": [0.25, 0.25, 0.25],
-        "rows_with_other_tokens": {"one_token_equal": [2, 5, 1], "one_token_ragged": [2, 5, 1]},
-    }
-    assert ragged.rows()[1][2:4] == ["one_token", 5.0]
-    assert ragged.rows()[1][-1] == "2 of 5 (1 at near-ties; widest gap 5.0e-01)"
-
-
-def test_methods_of_each_kind(walker: Subject) -> None:
-    everything = make_methods(walker, 2, 64, RAGGED)
-    assert tuple(everything) == method_names()
-    assert set(fixed_windows(4)) == {
-        f"verified_{name}" for name in ("1", "2", "2_branches", "4", "4_branches")
-    }  # none beyond the block size
-    few = {"generate", "continuous_batching", "one_token", "one_token_block"}
-    assert set(make_methods(walker, 2, 64, EQUAL)) == few
-    assert set(make_methods(random_subject(), 2, 64, RAGGED)) == few
-    assert reference_of("one_token") == "generate"
-    assert reference_of("verified_8_branches") == "one_token"
-    assert reference_of("tau") is None
-
-
-def test_cost_of_a_step_counts_the_query_tokens_of_its_window() -> None:
-    costs = decoding_costs.measure_step_costs(random_subject(), 3, 1, told=lambda text: None)
-    tokens = {name: values[0] for name, values in costs.query_tokens.items()}
-    assert tokens["one_token"] == tokens["verified_1"] == 3
-    for window in (2, 4, 8):
-        assert tokens[f"verified_{window}_branches"] == 3 * window**2
-        assert 3 * window <= tokens[f"verified_{window}"] <= 3 * (2 * window - 1)
-    assert costs.ratios()["one_token"] == [1.0]
-    assert len(costs.rows()) == 8
-
-
-def test_benchmark_prints_its_figures_last(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A model with random weights gets no ratios of windows, but their costs."""
-    monkeypatch.setattr(decoding, "subjects", lambda options, device, dtype: [random_subject()])
-    decoding.main(["--silent", "--batches", "2", "--repeats", "1", "--length-scale", "0.05"])
-    captured = capsys.readouterr()
-    assert captured.err == ""
-    values = json.loads(captured.out.splitlines()[-1])
-    batch = values["tiny"]["batch_2"]
-    assert {"one_token_vs_generate_equal", "one_token_vs_generate_ragged", "ragged_vs_block"} < set(batch)
-    assert "auto_vs_one_token" not in batch
-    assert set(batch["step_cost"]) == {"one_token", *fixed_windows(8)}
-    assert 0 < batch["engine_overhead_share"][0] < 1
-    assert batch["rows_with_other_tokens"]["one_token_ragged"] == [0, 4, 0]
-
-
 def test_tables() -> None:
     assert table(("a", "name"), [[1, "x"], [2.5, None]]) == "    a  name\n-----  ----\n    1  x\n2.500  -\n"
-    assert facts({"one": (1.0, 2.0), "group": {"x": "y"}}) == "one    1.000  2.000\ngroup\n  x  y\n"

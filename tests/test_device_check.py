@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import device_check
+from benchmarks import decoding, device_check
 from benchmarks.decoding_methods import Decoded, Engines
 from benchmarks.decoding_models import Subject, trained_walker
 from benchmarks.decoding_work import Work
@@ -24,7 +24,7 @@ def test_oracles_pass_the_engine_and_catch_a_wrong_one(walker: Subject, monkeypa
 
     def run() -> list[str]:
         oracles = device_check.Oracles(walker)
-        oracles.run(scale=0.15)
+        oracles.run(device_check.QUICK_ORACLE_SIZES)
         return list(oracles.failures())
 
     assert run() == []
@@ -58,10 +58,10 @@ def test_a_check_without_an_accepted_draft_says_nothing(walker: Subject) -> None
 def test_device_check_and_its_exit_code(
     walker: Subject, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(device_check, "subjects", lambda options, device, dtype: [walker])
+    monkeypatch.setattr(device_check, "models_to_check", lambda options, device, dtype: [walker])
     monkeypatch.setattr(device_check, "ORACLE_ROWS", 6)
+    monkeypatch.setattr(decoding, "RAGGED_SLOTS", 3)
     arguments = ["--quick", "--silent", "--device", "cpu", "--dtypes", "float32", "--batches", "2", "--repeats", "1"]
-    arguments += ["--length-scale", "0.08"]
     assert device_check.main(arguments) == 0
     values = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert values["failures"] == []
@@ -69,8 +69,8 @@ def test_device_check_and_its_exit_code(
     assert name.endswith("float32")
     assert all(counts[:2] == [0, device_check.ORACLE_ROWS] for counts in checks["rows_with_other_tokens"].values())
     assert checks["tokens_per_forward"]["verified, W = 8, branches"] > 1
-    speed = values["speed"][name]["batch_2"]
-    assert all(len(speed[each]) == 3 for each in ("auto_vs_best_fixed", "one_token_vs_generate_ragged"))
+    speed = values["speed"][name]
+    assert all(set(speed[each]) == {"2"} for each in ("auto_window_vs_best_fixed", "one_token_vs_generate"))
     assert all(counts[0] == 0 for counts in speed["rows_with_other_tokens"].values())
     monkeypatch.setattr(device_check, "argmax_loop", lambda subject, work: [(5,)] * len(work.prompts))
     assert device_check.main([*arguments, "--only-checks"]) == 1
