@@ -83,7 +83,7 @@ def measure(subject: Subject, options: argparse.Namespace) -> Figures:
         sys.stdout.write(
             f"drafts are replaced: each is the true next token with probability {AGREEMENT}{never}, seeded\n"
         )
-    batches = {size: _measure_batch(subject, size, sizes, options) for size in options.batches}
+    batches = {size: _measure_batch(subject, size, options, tell) for size in options.batches}
     work = ragged_work(subject, sizes.num_ragged, 0, sizes)
     ragged = Comparison(subject, RAGGED_SLOTS, RAGGED, ragged_methods(Engines(subject, RAGGED_SLOTS, work.max_length)))
     ragged.run(work, options.repeats, tell)
@@ -98,9 +98,11 @@ def measure(subject: Subject, options: argparse.Namespace) -> Figures:
     return figures
 
 
-def _measure_batch(subject: Subject, batch_size: int, sizes: Sizes, options: argparse.Namespace) -> BatchRuns:
+def _measure_batch(
+    subject: Subject, batch_size: int, options: argparse.Namespace, tell: Callable[[str], None]
+) -> BatchRuns:
     """One batch size: windows on the equal work too, but for a trained model, which ends its answers itself."""
-    tell = _tell(options)
+    sizes = sizes_of(options)
     work = equal_work(subject, batch_size, sizes)
     engines = Engines(subject, batch_size, work.max_length)
     methods = batch_methods(engines)
@@ -177,7 +179,10 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(1)
     device = torch.device(options.device)
     if options.quick:
-        sys.stdout.write(f"quick: {sizes_of(options)}, no branches beyond a window of 2, no trained model\n")
+        sys.stdout.write(
+            f"quick: all layers; cut are lengths ({sizes_of(options)}), branches beyond a window of 2, batch 16 and the trained\n"
+            f"model; {QUICK.num_ragged} ragged requests in {RAGGED_SLOTS} slots are one batch, so none joins while others run\n"
+        )
     num_wrong = 0
     for subject in subjects(options, device, DTYPES[options.dtype]):
         cpu, wall = time.process_time(), time.perf_counter()
