@@ -146,6 +146,7 @@ def test_all_files_have_one_schema(model_folder: str, tmp_path: Path) -> None:
         "num_prompt_tokens",
         "num_generated_tokens",
         "num_forwards",
+        "forwards_per_window",
     ]
     assert pq.read_schema(faults[0]).names == ["id", "error_code", "message", "location"]
     assert pq.read_schema(faults[0]).field("id").type == pa.int64()

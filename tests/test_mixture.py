@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stream_plans import epoch_order, epoch_uses, index_of, plan_of
 
+from pipelines import storage
 from pipelines.mixture import Share, describe_sources
 from pipelines.run_folder import RunFolder
 from pipelines.sample_order import StreamPlan, epoch_windows
@@ -212,10 +213,11 @@ def test_description_counts_rows_and_samples_of_each_entry() -> None:
     ],
 )
 def test_a_run_goes_on_with_its_own_mixture_only(tmp_path: Path, change: dict[str, tuple], field: str) -> None:
-    """Entries and weights in another order are another mixture."""
+    """Entries and weights in another order are another mixture, once there is a checkpoint."""
     data = DataSettings(train=("a", "b"), weights=(1.0, 2.0))
     folder = str(tmp_path / "run")
     RunFolder(folder, TrainSftRecipe(data=data)).take(overwrite=False)
+    storage.publish_bytes(f"{folder}/sft/checkpoints/step-00000002/part", b"")
     RunFolder(folder, TrainSftRecipe(data=data)).check(overwrite=False)
     other = TrainSftRecipe(data=data.model_copy(update=change))
     with pytest.raises(InputError, match=field.replace(".", r"\.")):
