@@ -29,8 +29,8 @@ RESULT_COLUMNS = (
     "num_prompt_tokens",
     "num_generated_tokens",
     "num_forwards",
-    "logprobs",
     "forwards_per_window",
+    "logprobs",
 )
 _NOT_ONE_TYPE = (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError)
 

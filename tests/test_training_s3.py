@@ -19,6 +19,7 @@ from pipelines.metrics_board import read_metrics
 from pipelines.tokenizer_training import create_model_folder, train_tokenizer
 from pipelines.training import run_training
 from workers.config import FromScratch, GenerateRecipe, TrainMarsRecipe
+from workers.errors import InputError
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRATCH = FromScratch(vocab_size=300, hidden_size=32, intermediate_size=48, num_layers=1, num_heads=2, num_kv_heads=2)
@@ -61,7 +62,11 @@ def newest_committed(run: str) -> int:
     path = f"{run}/mars/checkpoints/checkpoint_manager_snapshot.json"
     if not storage.exists(path):
         return 0
-    name = json.loads(storage.read_bytes(path))["latest_checkpoint_result"]["checkpoint_dir_name"]
+    try:
+        snapshot = json.loads(storage.read_bytes(path))
+    except InputError:  # replaced while it was read: the next look finds the new one
+        return 0
+    name = snapshot["latest_checkpoint_result"]["checkpoint_dir_name"]
     return int(name.removeprefix("step-"))
 
 

@@ -294,7 +294,7 @@ def test_json_documents_are_refused_with_what_to_do(tmp_path: Path) -> None:
 
 
 def test_names_of_result_columns_are_those_of_the_results() -> None:
-    task = OutputTask("/out", PromptSettings(), RowDecodingSettings(), pa.string(), pa.schema([]))
+    task = OutputTask("/out", PromptSettings(), RowDecodingSettings(logprobs=True), pa.string(), pa.schema([]))
     assert tuple(task.result_schema().names) == RESULT_COLUMNS
 
 
