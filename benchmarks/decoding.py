@@ -180,8 +180,9 @@ def main(arguments: list[str] | None = None) -> int:
     device = torch.device(options.device)
     if options.quick:
         sys.stdout.write(
-            f"quick: all layers; cut are lengths ({sizes_of(options)}), branches beyond a window of 2, batch 16 and the trained\n"
-            f"model; {QUICK.num_ragged} ragged requests in {RAGGED_SLOTS} slots are one batch, so none joins while others run\n"
+            f"quick: all layers; cut are lengths (equal work {QUICK.prompt} + {QUICK.output} tokens, ragged prompts "
+            f"{QUICK.ragged_prompts}, answers {QUICK.ragged_outputs}), branches beyond\na window of 2, batch 16 and the trained "
+            f"model; {QUICK.num_ragged} ragged requests in {RAGGED_SLOTS} slots are one batch: none joins while others run\n"
         )
     num_wrong = 0
     for subject in subjects(options, device, DTYPES[options.dtype]):
