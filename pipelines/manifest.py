@@ -16,6 +16,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from dataclasses import field as dataclass_field
 from pathlib import Path
@@ -96,7 +97,7 @@ class Manifest:
             InputError: the folder holds files of somebody else, or a job with other input, model or settings; names the first
                 field that differs.
         """
-        if not storage.is_s3(self.output) and Path(self.output).is_file():
+        if storage.find_file(self.output.rstrip("/")) is not None:
             raise InputError("output", f"{self.output}, a file", "a folder")
         job = storage.join(self.output, _MANIFEST, _JOB)
         is_ours = storage.find_file(job) is not None
@@ -127,12 +128,11 @@ class Manifest:
 
     def finished_units(self) -> dict[str, UnitEntry]:
         """The units that are done, by name."""
-        entries = {}
-        for info in storage.list_folder(storage.join(self.output, _MANIFEST)):
-            if Path(info.path).name.startswith(_UNIT):
-                entry = UnitEntry(**json.loads(storage.read_bytes(info.path)))
-                entries[entry.unit] = entry
-        return entries
+        found = storage.list_folder(storage.join(self.output, _MANIFEST))
+        paths = [info.path for info in found if Path(info.path).name.startswith(_UNIT)]
+        with ThreadPoolExecutor(storage.NUM_TRANSFER_THREADS) as threads:  # each is a request of its own on S3
+            entries = [UnitEntry(**json.loads(data)) for data in threads.map(storage.read_bytes, paths)]
+        return {entry.unit: entry for entry in entries}
 
     def finish(self, report: Mapping[str, Any]) -> None:
         """Publishes the report, then the mark of success."""
