@@ -16,7 +16,6 @@ from pipelines.answer_scores import accuracy, score, tokens_by_id, validate_quic
 from pipelines.generation import (
     EXIT_DONE,
     GenerationPlan,
-    GenerationReport,
     connect,
     execute,
     open_manifest,
@@ -24,6 +23,7 @@ from pipelines.generation import (
     resolve_recipe,
     warn_of_wide_windows,
 )
+from pipelines.generation_report import GenerationReport
 from pipelines.inference_pool import InferencePool
 from pipelines.prompt_preflight import RESULT_COLUMNS
 from pipelines.prompt_rows import json_rows

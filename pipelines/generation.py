@@ -9,16 +9,16 @@ import logging
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from pipelines import cluster, model_folders
+from pipelines.generation_report import GenerationReport
 from pipelines.inference_actor import ModelSetup, OutputTask
 from pipelines.inference_pool import InferencePool
 from pipelines.manifest import Manifest, Totals, fingerprint
 from pipelines.paths import resolve
 from pipelines.progress import Progress
 from pipelines.prompt_preflight import check_prompt_set, require_apart
-from pipelines.reports import environment, facts_table, text_table
+from pipelines.reports import environment
 from pipelines.run_folder import newest_example_run
 from pipelines.work_units import PromptSet, list_prompt_files
 from workers.chat import check_prompt_format
@@ -31,72 +31,6 @@ from workers.models.placeholder import find_placeholder
 
 EXIT_DONE, EXIT_TOO_MANY_BAD_ROWS = 0, 3
 _logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class GenerationReport:
-    """What a job did; the content of `_report.json`.
-
-    Attributes:
-        num_rows, num_results, num_errors: rows of the set; rows with an answer; rows without. The first is the sum of the others.
-        errors: the rows without an answer by error code.
-        tokens_per_forward: generated tokens / forwards, sum over sum.
-        query_tokens_per_token: tokens and placeholders that the model processed, prompts included / generated tokens.
-        kept_per_forward: how often a forward kept 1, 2, ... tokens of a row.
-        forwards_per_window: how many forwards of a row had which window.
-        tokens_per_second: generated tokens of this start of the job / `seconds`.
-        seconds: wall time of this start from the first ready actor to the last unit, so without loading.
-        num_units, num_units_before: units of the set; those that an earlier start had finished.
-        exit_code: 0, or 3 when more rows than `max_error_share` allows have no answer.
-    """
-
-    num_rows: int
-    num_results: int
-    num_errors: int
-    errors: dict[str, int]
-    num_prompt_tokens: int
-    num_generated_tokens: int
-    num_forwards: int
-    num_query_tokens: int
-    tokens_per_forward: float
-    query_tokens_per_token: float
-    kept_per_forward: dict[str, int]
-    forwards_per_window: dict[str, int]
-    tokens_per_second: float
-    seconds: float
-    num_units: int
-    num_units_before: int
-    num_actors: int
-    num_restarts: int
-    exit_code: int
-    output: str
-    settings: dict[str, Any]
-    environment: dict[str, Any]
-
-    def table(self) -> str:
-        """The figures, then what forwards kept and the errors by code."""
-        facts = {
-            "rows": self.num_rows,
-            "answers": self.num_results,
-            "errors": self.num_errors,
-            "tokens": self.num_generated_tokens,
-            "tokens/forward": self.tokens_per_forward,
-            "query tokens/token": self.query_tokens_per_token,
-            "tokens/s": self.tokens_per_second,
-            "seconds": self.seconds,
-            "output": self.output,
-        }
-        kept = [(int(num_kept), count) for num_kept, count in self.kept_per_forward.items()]
-        tables = [
-            text_table(headers, rows)
-            for headers, rows in (
-                (("kept tokens", "forwards"), sorted(kept)),
-                (("window", "forwards"), list(self.forwards_per_window.items())),
-                (("error", "rows"), sorted(self.errors.items())),
-            )
-            if rows
-        ]
-        return "\n".join([facts_table(facts), *tables])
 
 
 @dataclass(frozen=True)
@@ -231,9 +165,7 @@ def warn_of_wide_windows(settings: Iterable[DecodingSettings], block_size: int) 
 def connect(actors: ActorSettings, output: str) -> None:
     """Joins the cluster and checks that it can hold the actors and that all of it sees the output folder."""
     cluster.connect()
-    cluster.require_resources(
-        "actors.num_actors", num_workers=actors.num_actors, cpus=actors.num_cpus, gpus=actors.num_gpus
-    )
+    cluster.require_places(actors)
     cluster.require_shared_folder("output", output)
 
 
@@ -252,13 +184,15 @@ def execute(plan: GenerationPlan, pool: InferencePool, title: str = "generate") 
     if finished:
         _logger.info("%s: resuming after %d of %d units", recipe.output, len(finished), prompt_set.num_units)
     num_tokens_before = totals.num_generated_tokens
+    units = prompt_set.read(finished.keys())
     started = time.monotonic()
     with Progress(title, prompt_set.num_rows, "rows") as progress:
-        for entry in pool.run(prompt_set.read(finished.keys()), plan.task()):
+        for entry in pool.run(units, plan.task(), prompt_set.num_units - len(finished)):
             totals.add(entry)
             rate = (totals.num_generated_tokens - num_tokens_before) / (time.monotonic() - started)
             progress.update(totals.num_rows, f"{rate:.0f} tokens/s, {totals.errors.total()} errors")
     seconds = time.monotonic() - started
+    usage = pool.take_usage()
     assert (totals.num_units, totals.num_rows) == (prompt_set.num_units, prompt_set.num_rows), "rows were lost"
     num_errors = totals.errors.total()
     report = GenerationReport(
@@ -278,8 +212,11 @@ def execute(plan: GenerationPlan, pool: InferencePool, title: str = "generate") 
         seconds=seconds,
         num_units=totals.num_units,
         num_units_before=len(finished),
-        num_actors=recipe.actors.num_actors,
         num_restarts=pool.num_restarts,
+        actors_over_time=[list(change) for change in pool.trace],
+        actor_seconds=usage.actor_seconds,
+        actor_utilisation=usage.utilisation,
+        slot_occupancy=usage.slot_occupancy,
         exit_code=_exit_code(recipe, num_errors, totals.num_rows),
         output=recipe.output,
         settings=json.loads(recipe.model_dump_json()),

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 from pipelines import storage
 from pipelines.manifest import UnitEntry, publish_entry
 from pipelines.model_folders import fetch
+from pipelines.pool_usage import Work
 from pipelines.row_requests import RequestBuilder, RowFault
 from pipelines.work_units import UnitRows
 from workers.config import DecodingSettings, PromptFormat, PromptSettings, RowDecodingSettings
@@ -25,6 +26,7 @@ from workers.config import DecodingSettings, PromptFormat, PromptSettings, RowDe
 if TYPE_CHECKING:
     from workers.decoding.async_engine import AsyncEngine
     from workers.decoding.request import Result
+    from workers.decoding.statistics import RunStatistics
 
 ERROR_FIELDS = (("error_code", pa.string()), ("message", pa.string()), ("location", pa.string()))
 
@@ -79,6 +81,23 @@ class InferenceActor:
         self._setup, self._decoding = setup, decoding
         self._engine: AsyncEngine | None = None
         self._tokenizer: Any = None
+        self._statistics: RunStatistics | None = None
+        self._num_advances = 0
+
+    async def place(self) -> None:
+        """Answers as soon as there is a process."""
+
+    async def look(self) -> Work:
+        """What has been done since the model was loaded."""
+        counts = self._statistics
+        if counts is None:
+            return Work()
+        return Work(
+            num_advances=self._num_advances + counts.num_model_calls,
+            busy_seconds=counts.model_seconds + counts.engine_seconds,
+            num_slot_steps=counts.num_slot_steps,
+            num_slots_in_use=counts.num_slots_in_use,
+        )
 
     async def load(self) -> float:
         """Loads model and tokenizer; returns the seconds that took.
@@ -114,12 +133,13 @@ class InferenceActor:
             run_seed=self._decoding.seed or 0,
         )
         engine.check(model)
-        self._engine = AsyncEngine(engine)
+        self._engine, self._statistics = AsyncEngine(engine), engine.statistics
         return time.monotonic() - started
 
     async def decode_unit(self, task: OutputTask, unit_rows: UnitRows) -> UnitEntry:
         """Decodes the rows of one unit and publishes its two files, then its manifest entry."""
         outcomes = await self._decode(task, unit_rows)
+        self._num_advances += 1
         # In a thread, so that the engine goes on with the rows of the next unit.
         return await asyncio.to_thread(_publish, task, unit_rows, outcomes)
 
@@ -136,6 +156,7 @@ class InferenceActor:
         )
         # In a thread, so that the engine goes on with the rows of other units.
         built = await asyncio.to_thread(lambda: [builder.build(row) for row in unit_rows.rows])
+        self._num_advances += 1
         requests = [request for request in built if not isinstance(request, RowFault)]
         results = iter(await asyncio.gather(*map(engine.generate, requests)))
         return {

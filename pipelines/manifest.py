@@ -172,7 +172,7 @@ def fingerprint(
 ) -> dict[str, Any]:
     """Everything that a row's answer depends on, as flat fields that a resumed job must have in common with its beginning."""
     return {
-        "format": 2,
+        "format": 3,
         "prompts.paths": [[file.path, file.size, file.version] for file in files],
         **{f"prompts.{name}": value for name, value in _plain(prompts).items() if name != "paths"},
         "model": identify_model(model),

@@ -4,9 +4,11 @@ import asyncio
 from collections.abc import Iterator
 
 from pipelines import storage
-from pipelines.generation import GenerationPlan, GenerationReport, execute, open_manifest, plan_generation
+from pipelines.generation import GenerationPlan, execute, open_manifest, plan_generation
+from pipelines.generation_report import GenerationReport
 from pipelines.inference_actor import InferenceActor, OutputTask
 from pipelines.manifest import UnitEntry
+from pipelines.pool_usage import PoolUsage
 from pipelines.work_units import UnitRows
 from workers.config import GenerateRecipe
 
@@ -19,6 +21,7 @@ class LocalPool:
     """Decodes unit after unit. Before unit number `dies_at` it dies, with the files of that unit written and its entry not."""
 
     num_restarts = 0
+    trace = ((0.0, 1),)
 
     def __init__(self, plan: GenerationPlan, dies_at: int | None = None) -> None:
         self._actor = InferenceActor(plan.setup, plan.recipe.decoding)
@@ -28,7 +31,10 @@ class LocalPool:
     def wait_until_ready(self, *, everybody: bool) -> None:
         asyncio.run(self._actor.load())
 
-    def run(self, units: Iterator[UnitRows], task: OutputTask) -> Iterator[UnitEntry]:
+    def take_usage(self) -> PoolUsage:
+        return PoolUsage(1.0, asyncio.run(self._actor.look()))
+
+    def run(self, units: Iterator[UnitRows], task: OutputTask, num_units: int) -> Iterator[UnitEntry]:
         for number, unit in enumerate(units):
             self.names.append(unit.unit.name)
             entry = asyncio.run(self._actor.decode_unit(task, unit))

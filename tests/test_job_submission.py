@@ -37,7 +37,7 @@ def test_a_submitted_generate_job_writes_below_its_home(submit, tmp_path):
     prompts.write_text("".join(json.dumps({"id": i, "prompt": f"Say {i}."}) + "\n" for i in range(5)))
     code, printed, home = submit(
         *("jobs/generate.py", f"model={model}", f"prompts.paths={prompts}", "output=answers"),
-        *("decoding.max_new_tokens=4", "actors.num_actors=1", "actors.num_cpus=0.5", "decoding.mode=one_token"),
+        *("decoding.max_new_tokens=4", "actors.num_cpus=0.5", "decoding.mode=one_token"),
     )
     assert code == 0, printed
     assert f"relative paths start at {home} (MARSRAY_HOME)" in printed

@@ -1,0 +1,84 @@
+"""What a generate job did: the content of `_report.json`, and the table that it prints."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from pipelines.reports import facts_table, text_table
+
+
+@dataclass(frozen=True)
+class GenerationReport:
+    """What a job did; the content of `_report.json`.
+
+    Attributes:
+        num_rows, num_results, num_errors: rows of the set; rows with an answer; rows without. The first is the sum of the others.
+        errors: the rows without an answer by error code.
+        tokens_per_forward: generated tokens / forwards, sum over sum.
+        query_tokens_per_token: tokens and placeholders that the model processed, prompts included / generated tokens.
+        kept_per_forward: how often a forward kept 1, 2, ... tokens of a row.
+        forwards_per_window: how many forwards of a row had which window.
+        tokens_per_second: generated tokens of this start of the job / `seconds`.
+        seconds: wall time of this start from the first ready actor to the last unit, so without loading.
+        num_units, num_units_before: units of the set; those that an earlier start had finished.
+        num_restarts: actors that were replaced because they had died or hung.
+        actors_over_time: (seconds since the first actor was asked for, actors that are ready) at each change.
+        actor_seconds: of all actors of this start, loading included.
+        actor_utilisation: the share of the actor-seconds that the engines spent in steps.
+        slot_occupancy: the share of the decoding slots that held a row, over all steps.
+        exit_code: 0, or 3 when more rows than `max_error_share` allows have no answer.
+    """
+
+    num_rows: int
+    num_results: int
+    num_errors: int
+    errors: dict[str, int]
+    num_prompt_tokens: int
+    num_generated_tokens: int
+    num_forwards: int
+    num_query_tokens: int
+    tokens_per_forward: float
+    query_tokens_per_token: float
+    kept_per_forward: dict[str, int]
+    forwards_per_window: dict[str, int]
+    tokens_per_second: float
+    seconds: float
+    num_units: int
+    num_units_before: int
+    num_restarts: int
+    actors_over_time: list[list[float]]
+    actor_seconds: float
+    actor_utilisation: float
+    slot_occupancy: float
+    exit_code: int
+    output: str
+    settings: dict[str, Any]
+    environment: dict[str, Any]
+
+    def table(self) -> str:
+        """The figures, then what forwards kept and the errors by code."""
+        facts = {
+            "rows": self.num_rows,
+            "answers": self.num_results,
+            "errors": self.num_errors,
+            "tokens": self.num_generated_tokens,
+            "tokens/forward": self.tokens_per_forward,
+            "query tokens/token": self.query_tokens_per_token,
+            "tokens/s": self.tokens_per_second,
+            "seconds": self.seconds,
+            "actors, most": int(max((num_ready for _, num_ready in self.actors_over_time), default=0)),
+            "actor-seconds": self.actor_seconds,
+            "of these decoding": self.actor_utilisation,
+            "slots in use": self.slot_occupancy,
+            "output": self.output,
+        }
+        kept = [(int(num_kept), count) for num_kept, count in self.kept_per_forward.items()]
+        tables = [
+            text_table(headers, rows)
+            for headers, rows in (
+                (("kept tokens", "forwards"), sorted(kept)),
+                (("window", "forwards"), list(self.forwards_per_window.items())),
+                (("error", "rows"), sorted(self.errors.items())),
+            )
+            if rows
+        ]
+        return "\n".join([facts_table(facts), *tables])
