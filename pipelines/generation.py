@@ -4,15 +4,17 @@ Rows in = rows in `part-*.parquet` + rows in `_errors/part-*.parquet`, each once
 job is started; see `manifest` for how, and `inference_pool` for why the pool is our own.
 """
 
+import copy
 import json
 import logging
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from pipelines import cluster, model_folders
+from pipelines.generation_page import generation_page
 from pipelines.generation_report import GenerationReport
-from pipelines.inference_actor import ModelSetup, OutputTask
+from pipelines.inference_actor import ModelSetup
 from pipelines.inference_pool import InferencePool
 from pipelines.manifest import Manifest, Totals, fingerprint
 from pipelines.paths import resolve
@@ -20,6 +22,8 @@ from pipelines.progress import Progress
 from pipelines.prompt_preflight import check_prompt_set, require_apart
 from pipelines.reports import environment
 from pipelines.run_folder import newest_example_run
+from pipelines.throughput import Throughput, progress_note
+from pipelines.unit_output import OutputTask
 from pipelines.work_units import PromptSet, list_prompt_files
 from workers.chat import check_prompt_format
 from workers.config import ActorSettings, DecodingSettings, GenerateRecipe, PromptFormat
@@ -183,18 +187,20 @@ def execute(plan: GenerationPlan, pool: InferencePool, title: str = "generate") 
         totals.add(entry)
     if finished:
         _logger.info("%s: resuming after %d of %d units", recipe.output, len(finished), prompt_set.num_units)
-    num_tokens_before = totals.num_generated_tokens
+    before = copy.copy(totals)
     units = prompt_set.read(finished.keys())
+    throughput = Throughput()
     started = time.monotonic()
     with Progress(title, prompt_set.num_rows, "rows") as progress:
         for entry in pool.run(units, plan.task(), prompt_set.num_units - len(finished)):
             totals.add(entry)
-            rate = (totals.num_generated_tokens - num_tokens_before) / (time.monotonic() - started)
-            progress.update(totals.num_rows, f"{rate:.0f} tokens/s, {totals.errors.total()} errors")
+            seconds = time.monotonic() - started
+            throughput.add(seconds, totals.num_generated_tokens - before.num_generated_tokens)
+            progress.update(totals.num_rows, progress_note(before, totals, prompt_set.num_rows, seconds))
     seconds = time.monotonic() - started
     usage = pool.take_usage()
     assert (totals.num_units, totals.num_rows) == (prompt_set.num_units, prompt_set.num_rows), "rows were lost"
-    num_errors = totals.errors.total()
+    num_errors, price = totals.errors.total(), recipe.price_per_actor_hour
     report = GenerationReport(
         num_rows=totals.num_rows,
         num_results=totals.num_results,
@@ -208,7 +214,7 @@ def execute(plan: GenerationPlan, pool: InferencePool, title: str = "generate") 
         query_tokens_per_token=totals.num_query_tokens / max(1, totals.num_generated_tokens),
         kept_per_forward=dict(sorted(totals.kept_per_forward.items(), key=lambda kept: int(kept[0]))),
         forwards_per_window=dict(totals.forwards_per_window),
-        tokens_per_second=(totals.num_generated_tokens - num_tokens_before) / seconds,
+        tokens_per_second=(totals.num_generated_tokens - before.num_generated_tokens) / seconds,
         seconds=seconds,
         num_units=totals.num_units,
         num_units_before=len(finished),
@@ -217,12 +223,16 @@ def execute(plan: GenerationPlan, pool: InferencePool, title: str = "generate") 
         actor_seconds=usage.actor_seconds,
         actor_utilisation=usage.utilisation,
         slot_occupancy=usage.slot_occupancy,
+        tokens_over_time=throughput.over_time(),
+        slowest_rows=[asdict(row) for row in totals.slowest_rows],
+        longest_rows=[asdict(row) for row in totals.longest_rows],
+        cost=None if price is None else price * usage.actor_seconds / 3600,
         exit_code=_exit_code(recipe, num_errors, totals.num_rows),
         output=recipe.output,
         settings=json.loads(recipe.model_dump_json()),
         environment=environment(),
     )
-    manifest.finish(vars(report))
+    manifest.finish(vars(report), generation_page(report))
     return report
 
 

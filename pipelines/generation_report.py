@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from pipelines import storage
+from pipelines.manifest import PAGE
 from pipelines.reports import facts_table, text_table
 
 
@@ -25,6 +27,9 @@ class GenerationReport:
         actor_seconds: of all actors of this start, loading included.
         actor_utilisation: the share of the actor-seconds that the engines spent in steps.
         slot_occupancy: the share of the decoding slots that held a row, over all steps.
+        tokens_over_time: (seconds, tokens per second) of equal spans of this start; tokens count when their unit is done.
+        slowest_rows, longest_rows: the first few, by seconds from their first tokens to their last, and by tokens.
+        cost: of the actor-seconds of this start, when `price_per_actor_hour` is set.
         exit_code: 0, or 3 when more rows than `max_error_share` allows have no answer.
     """
 
@@ -49,6 +54,10 @@ class GenerationReport:
     actor_seconds: float
     actor_utilisation: float
     slot_occupancy: float
+    tokens_over_time: list[list[float]]
+    slowest_rows: list[dict[str, Any]]
+    longest_rows: list[dict[str, Any]]
+    cost: float | None
     exit_code: int
     output: str
     settings: dict[str, Any]
@@ -69,7 +78,9 @@ class GenerationReport:
             "actor-seconds": self.actor_seconds,
             "of these decoding": self.actor_utilisation,
             "slots in use": self.slot_occupancy,
+            **({} if self.cost is None else {"cost": self.cost}),
             "output": self.output,
+            "page": storage.join(self.output, PAGE),
         }
         kept = [(int(num_kept), count) for num_kept, count in self.kept_per_forward.items()]
         tables = [

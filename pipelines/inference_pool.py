@@ -17,10 +17,11 @@ import ray
 from ray.exceptions import NodeDiedError, ObjectLostError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from pipelines.cluster import missing_resource
-from pipelines.inference_actor import InferenceActor, ModelSetup, OutputTask
+from pipelines.inference_actor import InferenceActor, ModelSetup
 from pipelines.manifest import UnitEntry
 from pipelines.pool_member import Call, CallKind, Member
 from pipelines.pool_usage import PoolUsage, Work, should_grow
+from pipelines.unit_output import OutputTask
 from pipelines.unit_queue import UnitQueue
 from pipelines.work_units import UnitRows
 from workers.config import ActorSettings, DecodingSettings

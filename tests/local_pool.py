@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from pipelines import storage
 from pipelines.generation import GenerationPlan, execute, open_manifest, plan_generation
 from pipelines.generation_report import GenerationReport
-from pipelines.inference_actor import InferenceActor, OutputTask
+from pipelines.inference_actor import InferenceActor
 from pipelines.manifest import UnitEntry
 from pipelines.pool_usage import PoolUsage
+from pipelines.unit_output import OutputTask
 from pipelines.work_units import UnitRows
 from workers.config import GenerateRecipe
 

@@ -21,11 +21,12 @@ from jobs import generate
 from jobs.command_line import parse
 from pipelines import generation, inference_pool
 from pipelines.generation import model_setup, open_manifest, resolve_recipe, run_generation
-from pipelines.inference_actor import InferenceActor, OutputTask
+from pipelines.inference_actor import InferenceActor
 from pipelines.inference_pool import PoolError
 from pipelines.manifest import UnitEntry
 from pipelines.prompt_preflight import check_prompt_set
 from pipelines.row_requests import RequestBuilder, RowFault
+from pipelines.unit_output import OutputTask
 from pipelines.work_units import PromptRow, UnitRows
 from workers.config import ActorSettings, DecodingSettings, GenerateRecipe, PromptSettings
 from workers.decoding.request import Request
@@ -146,6 +147,7 @@ def test_all_files_have_one_schema(model_folder: str, tmp_path: Path) -> None:
         "num_prompt_tokens",
         "num_generated_tokens",
         "num_forwards",
+        "forwards_per_window",
     ]
     assert pq.read_schema(faults[0]).names == ["id", "error_code", "message", "location"]
     assert pq.read_schema(faults[0]).field("id").type == pa.int64()
