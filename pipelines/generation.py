@@ -49,7 +49,14 @@ class GenerationPlan:
     def task(self) -> OutputTask:
         """What the actors are told about every unit."""
         recipe, prompts = self.recipe, self.prompt_set
-        return OutputTask(recipe.output, recipe.prompts, recipe.decoding, prompts.id_type, prompts.extra)
+        return OutputTask(
+            recipe.output,
+            recipe.prompts,
+            recipe.decoding,
+            prompts.id_type,
+            prompts.extra,
+            recipe.compare_with_one_token,
+        )
 
 
 def run_generation(recipe: GenerateRecipe, *, dry_run: bool = False) -> GenerationReport | None:
@@ -226,6 +233,7 @@ def execute(plan: GenerationPlan, pool: InferencePool, title: str = "generate") 
         tokens_over_time=throughput.over_time(),
         slowest_rows=[asdict(row) for row in totals.slowest_rows],
         longest_rows=[asdict(row) for row in totals.longest_rows],
+        comparison=asdict(totals.comparison),
         cost=None if price is None else price * usage.actor_seconds / 3600,
         exit_code=_exit_code(recipe, num_errors, totals.num_rows),
         output=recipe.output,

@@ -8,6 +8,7 @@ import yaml
 from markupsafe import Markup
 
 from pipelines.charts import Chart, Series, draw
+from pipelines.comparison import Comparison
 from pipelines.generation_report import GenerationReport
 from pipelines.html_report import listed, render
 from pipelines.stage_summary import duration
@@ -31,6 +32,7 @@ def generation_page(report: GenerationReport) -> str:
             "decoding_facts": _decoding_facts(report),
             "drawings": _drawings(_histogram(report), _speed(report)),
             "window_rows": _with_shares(report.forwards_per_window, report.num_forwards),
+            "differing_rows": report.comparison["differing_rows"],
             "actor_facts": _actor_facts(report),
             "actor_drawings": _drawings(_actors(report)),
             "error_rows": sorted(_with_shares(report.errors, report.num_rows), key=lambda row: (-row[1], row[0])),
@@ -65,6 +67,7 @@ def _decoding_facts(report: GenerationReport) -> list[tuple[str, Any]]:
         ("tokens/forward", report.tokens_per_forward),
         ("query tokens/token", report.query_tokens_per_token),
         ("tokens/s", report.tokens_per_second),
+        *Comparison(**report.comparison).facts().items(),
     ]
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipelines import storage
+from pipelines.comparison import Comparison
 from pipelines.manifest import PAGE
 from pipelines.reports import facts_table, text_table
 
@@ -29,6 +30,7 @@ class GenerationReport:
         slot_occupancy: the share of the decoding slots that held a row, over all steps.
         tokens_over_time: (seconds, tokens per second) of equal spans of this start; tokens count when their unit is done.
         slowest_rows, longest_rows: the first few, by seconds from their first tokens to their last, and by tokens.
+        comparison: of a share of the rows with one-token decoding, see `Comparison`.
         cost: of the actor-seconds of this start, when `price_per_actor_hour` is set.
         exit_code: 0, or 3 when more rows than `max_error_share` allows have no answer.
     """
@@ -57,6 +59,7 @@ class GenerationReport:
     tokens_over_time: list[list[float]]
     slowest_rows: list[dict[str, Any]]
     longest_rows: list[dict[str, Any]]
+    comparison: dict[str, Any]
     cost: float | None
     exit_code: int
     output: str
@@ -78,6 +81,7 @@ class GenerationReport:
             "actor-seconds": self.actor_seconds,
             "of these decoding": self.actor_utilisation,
             "slots in use": self.slot_occupancy,
+            **Comparison(**self.comparison).facts(),
             **({} if self.cost is None else {"cost": self.cost}),
             "output": self.output,
             "page": storage.join(self.output, PAGE),

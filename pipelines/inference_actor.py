@@ -6,9 +6,10 @@ already, so the slots stay full across units.
 
 import asyncio
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from pipelines.comparison import is_compared
 from pipelines.manifest import UnitEntry
 from pipelines.model_folders import fetch
 from pipelines.pool_usage import Work
@@ -119,13 +120,24 @@ class InferenceActor:
         built = await asyncio.to_thread(lambda: [builder.build(row) for row in unit_rows.rows])
         self._num_advances += 1
         requests = [request for request in built if not isinstance(request, RowFault)]
-        answers = iter(await asyncio.gather(*(_answer(engine, request) for request in requests)))
+        answers = iter(await asyncio.gather(*(_answer(engine, request, task.compared_share) for request in requests)))
         return {
             place: request if isinstance(request, RowFault) else next(answers) for place, request in enumerate(built)
         }
 
 
-async def _answer(engine: "AsyncEngine", request: "Request") -> Answer:
+async def _answer(engine: "AsyncEngine", request: "Request", compared_share: float) -> Answer:
+    """The result of a request, beside one-token decoding when the row is one of the share that is compared."""
+    if request.decoding.mode == "one_token" or not is_compared(request.id, compared_share):
+        return await _timed(engine, request)
+    changes = {"mode": "one_token", "threshold": None, "window": None, "draft_branches": None}
+    # The seed follows from the id, so both draw the same numbers.
+    other = replace(request, decoding=request.decoding.model_copy(update=changes))
+    answer, one_token = await asyncio.gather(_timed(engine, request), _timed(engine, other))
+    return replace(answer, one_token=one_token.result.token_ids)
+
+
+async def _timed(engine: "AsyncEngine", request: "Request") -> Answer:
     """The result of a request, with the time that it was being written."""
     began: float | None = None
     async for progress in engine.stream(request):

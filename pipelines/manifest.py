@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from pipelines import storage, top_rows
+from pipelines.comparison import Comparison
 from pipelines.prompt_rows import PromptFile
 from pipelines.top_rows import RowFigures
 from workers.config import DecodingSettings, PromptSettings
@@ -52,13 +53,14 @@ class UnitEntry:
     forwards_per_window: dict[str, int] = dataclass_field(default_factory=dict)
     slowest_rows: list[RowFigures] = dataclass_field(default_factory=list)
     longest_rows: list[RowFigures] = dataclass_field(default_factory=list)
+    comparison: Comparison = dataclass_field(default_factory=Comparison)
 
     @classmethod
     def from_json(cls, data: bytes) -> Self:
         """The entry of a file."""
         values = json.loads(data)
         rows = {name: top_rows.from_json(values[name]) for name in ("slowest_rows", "longest_rows")}
-        return cls(**{**values, **rows})
+        return cls(**{**values, **rows, "comparison": Comparison(**values["comparison"])})
 
 
 @dataclass
@@ -79,6 +81,7 @@ class Totals:
         self.forwards_per_window: Counter[str] = Counter()
         self.slowest_rows: list[RowFigures] = []
         self.longest_rows: list[RowFigures] = []
+        self.comparison = Comparison()
 
     def add(self, entry: UnitEntry) -> None:
         """Counts one finished unit."""
@@ -92,6 +95,7 @@ class Totals:
         self.errors.update(entry.errors)
         self.kept_per_forward.update(entry.kept_per_forward)
         self.forwards_per_window.update(entry.forwards_per_window)
+        self.comparison.add(entry.comparison)
         self.slowest_rows = top_rows.slowest([*self.slowest_rows, *entry.slowest_rows])
         self.longest_rows = top_rows.longest([*self.longest_rows, *entry.longest_rows])
 

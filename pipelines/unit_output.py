@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipelines import storage
+from pipelines.comparison import compare
 from pipelines.manifest import UnitEntry, publish_entry
 from pipelines.row_requests import RowFault
 from pipelines.top_rows import RowFigures, longest, slowest
@@ -29,10 +30,12 @@ class Answer:
     Attributes:
         result: tokens, or an error.
         seconds: from its first tokens to its last.
+        one_token: the tokens of one-token decoding, for a row that is compared.
     """
 
     result: "Result"
     seconds: float
+    one_token: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class OutputTask:
     decoding: RowDecodingSettings
     id_type: pa.DataType
     extra: pa.Schema
+    compared_share: float = 0.0
 
     def result_schema(self) -> pa.Schema:
         """Of `part-*.parquet`."""
@@ -118,6 +122,11 @@ def _entry(unit_rows: UnitRows, answers: list[tuple[int, Answer]], errors: Count
         forwards_per_window=_sorted_sum(result.forwards_per_window for result in results),
         slowest_rows=slowest(figures),
         longest_rows=longest(figures),
+        comparison=compare(
+            (unit_rows.rows[place].location, answer.result.token_ids, answer.one_token)
+            for place, answer in answers
+            if answer.one_token is not None
+        ),
     )
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from local_pool import KilledError, run_locally
 from prompt_files import make_model_folder, write_jsonl
 
+from pipelines.comparison import Comparison
 from pipelines.generation_page import generation_page
 from pipelines.generation_report import GenerationReport
 from pipelines.manifest import Manifest, Totals, UnitEntry
@@ -50,6 +51,7 @@ def facts(**changes: Any) -> GenerationReport:
         "tokens_over_time": [[75.0, 700.0], [150.0, 900.0]],
         "slowest_rows": [dataclasses.asdict(row)],
         "longest_rows": [dataclasses.asdict(row)],
+        "comparison": dataclasses.asdict(Comparison(20, 19, 800, 780, ["/in/a.jsonl line 3"])),
         "cost": 0.35,
         "exit_code": 0,
         "output": "/out",
@@ -67,6 +69,8 @@ def test_it_shows_figures_errors_rows_and_use_of_the_actors() -> None:
         "Answers of m finished after 2m30s",
         "rows 2,000 answers 1,990 rows without an answer 10",
         "tokens/forward 2.400",
+        "compared with one token 20 of these the same 0.950 tokens before a difference 0.975",
+        "The first of those that were compared: /in/a.jsonl line 3.",
         "4+branches 10,000 20.00%",
         "spent in decoding steps 91.3% slots in use 87.4% actors replaced 1 cost 0.350",
         "prompt_too_long 7 0.35% null_content 3 0.15%",

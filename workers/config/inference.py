@@ -145,6 +145,9 @@ class GenerateRecipe(Settings):
     decoding: DecodingSettings = DecodingSettings()
     actors: ActorSettings = ActorSettings()
     max_error_share: Share = Field(1.0, description="exit code 3 when more of the rows than this could not be done")
+    compare_with_one_token: Share = Field(
+        0.0, description="share of the rows that are decoded a second time, one token per forward, to report agreement"
+    )
     price_per_actor_hour: float | None = Field(
         None, ge=0, description="what an actor costs an hour, in any currency; the report then has the cost"
     )
