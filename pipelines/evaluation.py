@@ -14,7 +14,6 @@ from typing import Any, Literal
 from pipelines import model_folders, storage
 from pipelines.answer_scores import accuracy, score, tokens_by_id, validate_quickstart
 from pipelines.generation import (
-    EXIT_DONE,
     GenerationPlan,
     connect,
     execute,
@@ -23,7 +22,7 @@ from pipelines.generation import (
     resolve_recipe,
     warn_of_wide_windows,
 )
-from pipelines.generation_report import GenerationReport
+from pipelines.generation_report import EXIT_DONE, GenerationReport
 from pipelines.inference_pool import InferencePool
 from pipelines.prompt_preflight import RESULT_COLUMNS
 from pipelines.prompt_rows import json_rows

@@ -9,18 +9,17 @@ import json
 import logging
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from pipelines import cluster, model_folders
 from pipelines.generation_page import generation_page
-from pipelines.generation_report import GenerationReport
+from pipelines.generation_report import GenerationReport, exit_code, make_report
 from pipelines.inference_actor import ModelSetup
 from pipelines.inference_pool import InferencePool
 from pipelines.manifest import Manifest, Totals, fingerprint
 from pipelines.paths import resolve
 from pipelines.progress import Progress
 from pipelines.prompt_preflight import check_prompt_set, require_apart
-from pipelines.reports import environment
 from pipelines.run_folder import newest_example_run
 from pipelines.throughput import Throughput, progress_note
 from pipelines.unit_output import OutputTask
@@ -33,7 +32,6 @@ from workers.models.folder import inspect_model_folder, load_tokenizer, read_mul
 from workers.models.loading import check_loadable
 from workers.models.placeholder import find_placeholder
 
-EXIT_DONE, EXIT_TOO_MANY_BAD_ROWS = 0, 3
 _logger = logging.getLogger(__name__)
 
 
@@ -72,7 +70,7 @@ def run_generation(recipe: GenerateRecipe, *, dry_run: bool = False) -> Generati
     if is_finished and not dry_run:
         _logger.info("%s is finished; overwrite=true would repeat it", recipe.output)
         report = GenerationReport(**manifest.report())
-        return replace(report, exit_code=_exit_code(recipe, report.num_errors, report.num_rows))
+        return replace(report, exit_code=exit_code(recipe, report.num_errors, report.num_rows))
     plan = plan_generation(recipe, manifest)
     _logger.info(
         "%d prompts in %d files, %d units",
@@ -207,42 +205,6 @@ def execute(plan: GenerationPlan, pool: InferencePool, title: str = "generate") 
     seconds = time.monotonic() - started
     usage = pool.take_usage()
     assert (totals.num_units, totals.num_rows) == (prompt_set.num_units, prompt_set.num_rows), "rows were lost"
-    num_errors, price = totals.errors.total(), recipe.price_per_actor_hour
-    report = GenerationReport(
-        num_rows=totals.num_rows,
-        num_results=totals.num_results,
-        num_errors=num_errors,
-        errors=dict(totals.errors),
-        num_prompt_tokens=totals.num_prompt_tokens,
-        num_generated_tokens=totals.num_generated_tokens,
-        num_forwards=totals.num_forwards,
-        num_query_tokens=totals.num_query_tokens,
-        tokens_per_forward=totals.num_generated_tokens / max(1, totals.num_forwards),
-        query_tokens_per_token=totals.num_query_tokens / max(1, totals.num_generated_tokens),
-        kept_per_forward=dict(sorted(totals.kept_per_forward.items(), key=lambda kept: int(kept[0]))),
-        forwards_per_window=dict(totals.forwards_per_window),
-        tokens_per_second=(totals.num_generated_tokens - before.num_generated_tokens) / seconds,
-        seconds=seconds,
-        num_units=totals.num_units,
-        num_units_before=len(finished),
-        num_restarts=pool.num_restarts,
-        actors_over_time=[list(change) for change in pool.trace],
-        actor_seconds=usage.actor_seconds,
-        actor_utilisation=usage.utilisation,
-        slot_occupancy=usage.slot_occupancy,
-        tokens_over_time=throughput.over_time(),
-        slowest_rows=[asdict(row) for row in totals.slowest_rows],
-        longest_rows=[asdict(row) for row in totals.longest_rows],
-        comparison=asdict(totals.comparison),
-        cost=None if price is None else price * usage.actor_seconds / 3600,
-        exit_code=_exit_code(recipe, num_errors, totals.num_rows),
-        output=recipe.output,
-        settings=json.loads(recipe.model_dump_json()),
-        environment=environment(),
-    )
+    report = make_report(recipe, before, totals, usage, throughput, seconds, pool.num_restarts, pool.trace)
     manifest.finish(vars(report), generation_page(report))
     return report
-
-
-def _exit_code(recipe: GenerateRecipe, num_errors: int, num_rows: int) -> int:
-    return EXIT_TOO_MANY_BAD_ROWS if num_errors > recipe.max_error_share * num_rows else EXIT_DONE

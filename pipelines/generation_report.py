@@ -1,12 +1,19 @@
 """What a generate job did: the content of `_report.json`, and the table that it prints."""
 
-from dataclasses import dataclass
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from pipelines import storage
 from pipelines.comparison import Comparison
-from pipelines.manifest import PAGE
-from pipelines.reports import facts_table, text_table
+from pipelines.manifest import PAGE, Totals
+from pipelines.pool_usage import PoolUsage
+from pipelines.reports import environment, facts_table, text_table
+from pipelines.throughput import Throughput
+from workers.config import GenerateRecipe
+
+EXIT_DONE, EXIT_TOO_MANY_BAD_ROWS = 0, 3
 
 
 @dataclass(frozen=True)
@@ -97,3 +104,60 @@ class GenerationReport:
             if rows
         ]
         return "\n".join([facts_table(facts), *tables])
+
+
+def make_report(
+    recipe: GenerateRecipe,
+    before: Totals,
+    totals: Totals,
+    usage: PoolUsage,
+    throughput: Throughput,
+    seconds: float,
+    num_restarts: int,
+    trace: Sequence[tuple[float, int]],
+) -> GenerationReport:
+    """The report of a job whose units are all done.
+
+    Args:
+        before, totals: what earlier starts had done, and everything.
+        usage: of the actors in this start, and `trace` how many of them there were when.
+        seconds: of this start.
+    """
+    num_errors, price = totals.errors.total(), recipe.price_per_actor_hour
+    return GenerationReport(
+        num_rows=totals.num_rows,
+        num_results=totals.num_results,
+        num_errors=num_errors,
+        errors=dict(totals.errors),
+        num_prompt_tokens=totals.num_prompt_tokens,
+        num_generated_tokens=totals.num_generated_tokens,
+        num_forwards=totals.num_forwards,
+        num_query_tokens=totals.num_query_tokens,
+        tokens_per_forward=totals.num_generated_tokens / max(1, totals.num_forwards),
+        query_tokens_per_token=totals.num_query_tokens / max(1, totals.num_generated_tokens),
+        kept_per_forward=dict(sorted(totals.kept_per_forward.items(), key=lambda kept: int(kept[0]))),
+        forwards_per_window=dict(totals.forwards_per_window),
+        tokens_per_second=(totals.num_generated_tokens - before.num_generated_tokens) / seconds,
+        seconds=seconds,
+        num_units=totals.num_units,
+        num_units_before=before.num_units,
+        num_restarts=num_restarts,
+        actors_over_time=[list(change) for change in trace],
+        actor_seconds=usage.actor_seconds,
+        actor_utilisation=usage.utilisation,
+        slot_occupancy=usage.slot_occupancy,
+        tokens_over_time=throughput.over_time(),
+        slowest_rows=[asdict(row) for row in totals.slowest_rows],
+        longest_rows=[asdict(row) for row in totals.longest_rows],
+        comparison=asdict(totals.comparison),
+        cost=None if price is None else price * usage.actor_seconds / 3600,
+        exit_code=exit_code(recipe, num_errors, totals.num_rows),
+        output=recipe.output,
+        settings=json.loads(recipe.model_dump_json()),
+        environment=environment(),
+    )
+
+
+def exit_code(recipe: GenerateRecipe, num_errors: int, num_rows: int) -> int:
+    """Of a job that has come to its end."""
+    return EXIT_TOO_MANY_BAD_ROWS if num_errors > recipe.max_error_share * num_rows else EXIT_DONE
