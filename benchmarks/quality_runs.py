@@ -99,7 +99,7 @@ def decode(variant: Variant, model: str, prompts: str, output: str) -> Evaluatio
         windows=() if is_ar else WINDOWS,
         verified_windows=(),
         decoding=EvaluationDecodingSettings(max_new_tokens=128, num_slots=16),
-        actors=ActorSettings(num_actors=1, num_cpus=0.75),
+        actors=ActorSettings(num_cpus=0.75),
     )
     report = run_evaluation(recipe)
     assert report is not None

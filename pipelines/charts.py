@@ -1,4 +1,4 @@
-"""Line charts as inline SVG, in the colours, light or dark, and the font of the page. matplotlib is imported when one is drawn."""
+"""Line and bar charts as inline SVG, in the colours and the font of the page. matplotlib is imported when one is drawn."""
 
 import io
 import math
@@ -20,16 +20,17 @@ Points = Sequence[tuple[float, float | None]]
 
 @dataclass(frozen=True)
 class Series:
-    """One line of a chart, or single points of it. Points without a finite value are left out."""
+    """One line of a chart, single points of it, or bars. Points without a finite value are left out."""
 
     name: str
     points: Points
     is_dotted: bool = False
+    is_bars: bool = False
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart over steps. `right` has an axis of its own on the right side.
+    """A chart over steps, or over what `across` names. `right` has an axis of its own on the right side.
 
     Args:
         name: part of the ids in the drawing; letters, digits and `-`, unique on a page.
@@ -43,6 +44,7 @@ class Chart:
     left: tuple[Series, ...]
     right: Series | None = None
     from_zero: bool = False
+    across: str = "step"
 
     @property
     def is_empty(self) -> bool:
@@ -74,7 +76,7 @@ def draw(chart: Chart) -> str:
         lines = [series for series in chart.left if _finite(series.points)]
         handles = [_plot(axes, series, color) for series, color in zip(lines, _LINES, strict=False)]
         axes.grid(color=_FAINT, linewidth=0.5, alpha=0.6)
-        axes.set_xlabel("step")
+        axes.set_xlabel(chart.across)
         axes.set_ylabel(chart.unit)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         if chart.from_zero:
@@ -95,6 +97,8 @@ def draw(chart: Chart) -> str:
 
 def _plot(axes: Any, series: Series, color: str) -> Any:
     points = _finite(series.points)
+    if series.is_bars:
+        return axes.bar(*zip(*points, strict=True), color=color, label=series.name)
     if series.is_dotted or len(points) == 1:
         style: dict[str, Any] = {"linestyle": "none", "marker": "o", "markersize": 4}
     else:
@@ -137,5 +141,6 @@ def _alternative(chart: Chart) -> str:
         points = _finite(series.points)
         if points:
             (first, start), (last, end) = points[0], points[-1]
-            words.append(f"{series.name}: {start:.4g} at step {first:g}, {end:.4g} at step {last:g}")
+            where = chart.across
+            words.append(f"{series.name}: {start:.4g} at {where} {first:g}, {end:.4g} at {where} {last:g}")
     return f"{chart.title}. {'; '.join(words)}."

@@ -3,6 +3,7 @@
 import logging
 import os
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from ray._private.services import canonicalize_bootstrap_address
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pipelines.paths import is_submitted_job
+from workers.config import ActorSettings
 from workers.errors import InputError
 
 _CODE = Path(__file__).resolve().parent.parent
@@ -71,6 +73,53 @@ def require_resources(where: str, *, num_workers: int, cpus: float, gpus: float,
                 f"at most the {available:g} {kind}s of the cluster",
                 f"Ask for fewer, or for fewer {kind}s each.",
             )
+
+
+def require_places(actors: ActorSettings) -> None:
+    """Refuses a pool whose `actors.min` actors would not fit on the nodes that are there now, were they empty.
+
+    Raises:
+        InputError: names the resource, with the arithmetic.
+    """
+    wanted = _resources_of(actors)
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    for kinds in [[kind] for kind in wanted] + [list(wanted)]:
+        num_places = (
+            sum(min(_num_fitting(node, kind, wanted[kind]) for kind in kinds) for node in nodes) if kinds else 0
+        )
+        if kinds and num_places < actors.min:
+            each = " and ".join(_amount(kind, wanted[kind]) for kind in kinds)
+            have = ", ".join(" and ".join(_amount(kind, node.get(kind, 0.0)) for kind in kinds) for node in nodes)
+            raise InputError(
+                "actors.min",
+                f"{actors.min} actors of {each}, with room for {num_places} on nodes of {have}",
+                f"room for {actors.min}",
+                "Ask for fewer or smaller actors, or start more nodes.",
+            )
+
+
+def missing_resource(actors: ActorSettings) -> str | None:
+    """What one more actor lacks at this moment, in words; None when there is enough, all nodes together."""
+    free = ray.available_resources()
+    lacking = [
+        f"{_amount(kind, amount)} for one actor, {_amount(kind, free.get(kind, 0.0))} free"
+        for kind, amount in _resources_of(actors).items()
+        if free.get(kind, 0.0) < amount
+    ]
+    return "; ".join(lacking) or None
+
+
+def _resources_of(actors: ActorSettings) -> dict[str, float]:
+    wanted = {"CPU": actors.num_cpus, "GPU": actors.num_gpus, "memory": float(actors.memory_bytes or 0)}
+    return {kind: amount for kind, amount in wanted.items() if amount}
+
+
+def _num_fitting(node: Mapping[str, float], kind: str, each: float) -> int:
+    return int(node.get(kind, 0.0) / each + 1e-6)
+
+
+def _amount(kind: str, amount: float) -> str:
+    return f"{amount / 2**30:.3g} GiB of memory" if kind == "memory" else f"{amount:g} {kind}s"
 
 
 @ray.remote(num_cpus=0)

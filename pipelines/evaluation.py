@@ -14,9 +14,7 @@ from typing import Any, Literal
 from pipelines import model_folders, storage
 from pipelines.answer_scores import accuracy, score, tokens_by_id, validate_quickstart
 from pipelines.generation import (
-    EXIT_DONE,
     GenerationPlan,
-    GenerationReport,
     connect,
     execute,
     open_manifest,
@@ -24,6 +22,7 @@ from pipelines.generation import (
     resolve_recipe,
     warn_of_wide_windows,
 )
+from pipelines.generation_report import EXIT_DONE, GenerationReport
 from pipelines.inference_pool import InferencePool
 from pipelines.prompt_preflight import RESULT_COLUMNS
 from pipelines.prompt_rows import json_rows

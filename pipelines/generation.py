@@ -4,22 +4,25 @@ Rows in = rows in `part-*.parquet` + rows in `_errors/part-*.parquet`, each once
 job is started; see `manifest` for how, and `inference_pool` for why the pool is our own.
 """
 
+import copy
 import json
 import logging
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from pipelines import cluster, model_folders
-from pipelines.inference_actor import ModelSetup, OutputTask
+from pipelines.generation_page import generation_page
+from pipelines.generation_report import GenerationReport, exit_code, make_report
+from pipelines.inference_actor import ModelSetup
 from pipelines.inference_pool import InferencePool
 from pipelines.manifest import Manifest, Totals, fingerprint
 from pipelines.paths import resolve
 from pipelines.progress import Progress
 from pipelines.prompt_preflight import check_prompt_set, require_apart
-from pipelines.reports import environment, facts_table, text_table
 from pipelines.run_folder import newest_example_run
+from pipelines.throughput import Throughput, progress_note
+from pipelines.unit_output import OutputTask
 from pipelines.work_units import PromptSet, list_prompt_files
 from workers.chat import check_prompt_format
 from workers.config import ActorSettings, DecodingSettings, GenerateRecipe, PromptFormat
@@ -29,74 +32,7 @@ from workers.models.folder import inspect_model_folder, load_tokenizer, read_mul
 from workers.models.loading import check_loadable
 from workers.models.placeholder import find_placeholder
 
-EXIT_DONE, EXIT_TOO_MANY_BAD_ROWS = 0, 3
 _logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class GenerationReport:
-    """What a job did; the content of `_report.json`.
-
-    Attributes:
-        num_rows, num_results, num_errors: rows of the set; rows with an answer; rows without. The first is the sum of the others.
-        errors: the rows without an answer by error code.
-        tokens_per_forward: generated tokens / forwards, sum over sum.
-        query_tokens_per_token: tokens and placeholders that the model processed, prompts included / generated tokens.
-        kept_per_forward: how often a forward kept 1, 2, ... tokens of a row.
-        forwards_per_window: how many forwards of a row had which window.
-        tokens_per_second: generated tokens of this start of the job / `seconds`.
-        seconds: wall time of this start from the first ready actor to the last unit, so without loading.
-        num_units, num_units_before: units of the set; those that an earlier start had finished.
-        exit_code: 0, or 3 when more rows than `max_error_share` allows have no answer.
-    """
-
-    num_rows: int
-    num_results: int
-    num_errors: int
-    errors: dict[str, int]
-    num_prompt_tokens: int
-    num_generated_tokens: int
-    num_forwards: int
-    num_query_tokens: int
-    tokens_per_forward: float
-    query_tokens_per_token: float
-    kept_per_forward: dict[str, int]
-    forwards_per_window: dict[str, int]
-    tokens_per_second: float
-    seconds: float
-    num_units: int
-    num_units_before: int
-    num_actors: int
-    num_restarts: int
-    exit_code: int
-    output: str
-    settings: dict[str, Any]
-    environment: dict[str, Any]
-
-    def table(self) -> str:
-        """The figures, then what forwards kept and the errors by code."""
-        facts = {
-            "rows": self.num_rows,
-            "answers": self.num_results,
-            "errors": self.num_errors,
-            "tokens": self.num_generated_tokens,
-            "tokens/forward": self.tokens_per_forward,
-            "query tokens/token": self.query_tokens_per_token,
-            "tokens/s": self.tokens_per_second,
-            "seconds": self.seconds,
-            "output": self.output,
-        }
-        kept = [(int(num_kept), count) for num_kept, count in self.kept_per_forward.items()]
-        tables = [
-            text_table(headers, rows)
-            for headers, rows in (
-                (("kept tokens", "forwards"), sorted(kept)),
-                (("window", "forwards"), list(self.forwards_per_window.items())),
-                (("error", "rows"), sorted(self.errors.items())),
-            )
-            if rows
-        ]
-        return "\n".join([facts_table(facts), *tables])
 
 
 @dataclass(frozen=True)
@@ -111,7 +47,14 @@ class GenerationPlan:
     def task(self) -> OutputTask:
         """What the actors are told about every unit."""
         recipe, prompts = self.recipe, self.prompt_set
-        return OutputTask(recipe.output, recipe.prompts, recipe.decoding, prompts.id_type, prompts.extra)
+        return OutputTask(
+            recipe.output,
+            recipe.prompts,
+            recipe.decoding,
+            prompts.id_type,
+            prompts.extra,
+            recipe.compare_with_one_token,
+        )
 
 
 def run_generation(recipe: GenerateRecipe, *, dry_run: bool = False) -> GenerationReport | None:
@@ -127,7 +70,7 @@ def run_generation(recipe: GenerateRecipe, *, dry_run: bool = False) -> Generati
     if is_finished and not dry_run:
         _logger.info("%s is finished; overwrite=true would repeat it", recipe.output)
         report = GenerationReport(**manifest.report())
-        return replace(report, exit_code=_exit_code(recipe, report.num_errors, report.num_rows))
+        return replace(report, exit_code=exit_code(recipe, report.num_errors, report.num_rows))
     plan = plan_generation(recipe, manifest)
     _logger.info(
         "%d prompts in %d files, %d units",
@@ -231,9 +174,7 @@ def warn_of_wide_windows(settings: Iterable[DecodingSettings], block_size: int) 
 def connect(actors: ActorSettings, output: str) -> None:
     """Joins the cluster and checks that it can hold the actors and that all of it sees the output folder."""
     cluster.connect()
-    cluster.require_resources(
-        "actors.num_actors", num_workers=actors.num_actors, cpus=actors.num_cpus, gpus=actors.num_gpus
-    )
+    cluster.require_places(actors)
     cluster.require_shared_folder("output", output)
 
 
@@ -251,43 +192,19 @@ def execute(plan: GenerationPlan, pool: InferencePool, title: str = "generate") 
         totals.add(entry)
     if finished:
         _logger.info("%s: resuming after %d of %d units", recipe.output, len(finished), prompt_set.num_units)
-    num_tokens_before = totals.num_generated_tokens
+    before = copy.copy(totals)
+    units = prompt_set.read(finished.keys())
+    throughput = Throughput()
     started = time.monotonic()
     with Progress(title, prompt_set.num_rows, "rows") as progress:
-        for entry in pool.run(prompt_set.read(finished.keys()), plan.task()):
+        for entry in pool.run(units, plan.task(), prompt_set.num_units - len(finished)):
             totals.add(entry)
-            rate = (totals.num_generated_tokens - num_tokens_before) / (time.monotonic() - started)
-            progress.update(totals.num_rows, f"{rate:.0f} tokens/s, {totals.errors.total()} errors")
+            seconds = time.monotonic() - started
+            throughput.add(seconds, totals.num_generated_tokens - before.num_generated_tokens)
+            progress.update(totals.num_rows, progress_note(before, totals, prompt_set.num_rows, seconds))
     seconds = time.monotonic() - started
+    usage = pool.take_usage()
     assert (totals.num_units, totals.num_rows) == (prompt_set.num_units, prompt_set.num_rows), "rows were lost"
-    num_errors = totals.errors.total()
-    report = GenerationReport(
-        num_rows=totals.num_rows,
-        num_results=totals.num_results,
-        num_errors=num_errors,
-        errors=dict(totals.errors),
-        num_prompt_tokens=totals.num_prompt_tokens,
-        num_generated_tokens=totals.num_generated_tokens,
-        num_forwards=totals.num_forwards,
-        num_query_tokens=totals.num_query_tokens,
-        tokens_per_forward=totals.num_generated_tokens / max(1, totals.num_forwards),
-        query_tokens_per_token=totals.num_query_tokens / max(1, totals.num_generated_tokens),
-        kept_per_forward=dict(sorted(totals.kept_per_forward.items(), key=lambda kept: int(kept[0]))),
-        forwards_per_window=dict(totals.forwards_per_window),
-        tokens_per_second=(totals.num_generated_tokens - num_tokens_before) / seconds,
-        seconds=seconds,
-        num_units=totals.num_units,
-        num_units_before=len(finished),
-        num_actors=recipe.actors.num_actors,
-        num_restarts=pool.num_restarts,
-        exit_code=_exit_code(recipe, num_errors, totals.num_rows),
-        output=recipe.output,
-        settings=json.loads(recipe.model_dump_json()),
-        environment=environment(),
-    )
-    manifest.finish(vars(report))
+    report = make_report(recipe, before, totals, usage, throughput, seconds, pool.num_restarts, pool.trace)
+    manifest.finish(vars(report), generation_page(report))
     return report
-
-
-def _exit_code(recipe: GenerateRecipe, num_errors: int, num_rows: int) -> int:
-    return EXIT_TOO_MANY_BAD_ROWS if num_errors > recipe.max_error_share * num_rows else EXIT_DONE

@@ -113,7 +113,7 @@ def training_page(facts: TrainingFacts) -> str:
             "source_rows": [list(source.values()) for source in sources],
             "changed_settings": facts.changed_settings,
             "recipe": facts.recipe,
-            "environment_rows": [(name, _listed(value)) for name, value in facts.environment.items()],
+            "environment_rows": [(name, listed(value)) for name, value in facts.environment.items()],
         },
     )
 
@@ -227,7 +227,8 @@ def _reason_rows(data: Mapping[str, Any] | None) -> list[tuple[str, int, str]]:
     return [(reason, count, f"{count / total:.2%}") for reason, count in ordered]
 
 
-def _listed(value: Any) -> Any:
+def listed(value: Any) -> Any:
+    """A list as people write it; anything else as it is."""
     return ", ".join(map(str, value)) or None if isinstance(value, list) else value
 
 

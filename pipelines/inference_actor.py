@@ -5,28 +5,23 @@ already, so the slots stay full across units.
 """
 
 import asyncio
-import io
 import time
-from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
-from pipelines import storage
-from pipelines.manifest import UnitEntry, publish_entry
+from pipelines.comparison import is_compared
+from pipelines.manifest import UnitEntry
 from pipelines.model_folders import fetch
+from pipelines.pool_usage import Work
 from pipelines.row_requests import RequestBuilder, RowFault
+from pipelines.unit_output import Answer, OutputTask, publish_unit
 from pipelines.work_units import UnitRows
-from workers.config import DecodingSettings, PromptFormat, PromptSettings, RowDecodingSettings
+from workers.config import DecodingSettings, PromptFormat
 
 if TYPE_CHECKING:
     from workers.decoding.async_engine import AsyncEngine
-    from workers.decoding.request import Result
-
-ERROR_FIELDS = (("error_code", pa.string()), ("message", pa.string()), ("location", pa.string()))
+    from workers.decoding.request import Request
+    from workers.decoding.statistics import RunStatistics
 
 
 @dataclass(frozen=True)
@@ -41,37 +36,6 @@ class ModelSetup:
     uses_gpu: bool
 
 
-@dataclass(frozen=True)
-class OutputTask:
-    """Where the answers of a unit go, and how its rows are decoded."""
-
-    output: str
-    prompts: PromptSettings
-    decoding: RowDecodingSettings
-    id_type: pa.DataType
-    extra: pa.Schema
-
-    def result_schema(self) -> pa.Schema:
-        """Of `part-*.parquet`."""
-        fields = [
-            ("id", self.id_type),
-            ("text", pa.string()),
-            ("token_ids", pa.list_(pa.int32())),
-            ("finish_reason", pa.string()),
-            ("num_prompt_tokens", pa.int32()),
-            ("num_generated_tokens", pa.int32()),
-            ("num_forwards", pa.int32()),
-            ("forwards_per_window", pa.map_(pa.string(), pa.int32())),
-        ]
-        if self.decoding.logprobs:
-            fields.append(("logprobs", pa.list_(pa.float32())))
-        return pa.schema([*pa.schema(fields), *self.extra])
-
-    def error_schema(self) -> pa.Schema:
-        """Of `_errors/part-*.parquet`; the id is null for a line that could not be read."""
-        return pa.schema([("id", self.id_type), *ERROR_FIELDS])
-
-
 class InferenceActor:
     """Loads a model once and decodes units with it."""
 
@@ -79,6 +43,23 @@ class InferenceActor:
         self._setup, self._decoding = setup, decoding
         self._engine: AsyncEngine | None = None
         self._tokenizer: Any = None
+        self._statistics: RunStatistics | None = None
+        self._num_advances = 0
+
+    async def place(self) -> None:
+        """Answers as soon as there is a process."""
+
+    async def look(self) -> Work:
+        """What has been done since the model was loaded."""
+        counts = self._statistics
+        if counts is None:
+            return Work()
+        return Work(
+            num_advances=self._num_advances + counts.num_model_calls,
+            busy_seconds=counts.model_seconds + counts.engine_seconds,
+            num_slot_steps=counts.num_slot_steps,
+            num_slots_in_use=counts.num_slots_in_use,
+        )
 
     async def load(self) -> float:
         """Loads model and tokenizer; returns the seconds that took.
@@ -114,16 +95,17 @@ class InferenceActor:
             run_seed=self._decoding.seed or 0,
         )
         engine.check(model)
-        self._engine = AsyncEngine(engine)
+        self._engine, self._statistics = AsyncEngine(engine), engine.statistics
         return time.monotonic() - started
 
     async def decode_unit(self, task: OutputTask, unit_rows: UnitRows) -> UnitEntry:
         """Decodes the rows of one unit and publishes its two files, then its manifest entry."""
         outcomes = await self._decode(task, unit_rows)
+        self._num_advances += 1
         # In a thread, so that the engine goes on with the rows of the next unit.
-        return await asyncio.to_thread(_publish, task, unit_rows, outcomes)
+        return await asyncio.to_thread(publish_unit, task, unit_rows, outcomes)
 
-    async def _decode(self, task: OutputTask, unit_rows: UnitRows) -> dict[int, "Result | RowFault"]:
+    async def _decode(self, task: OutputTask, unit_rows: UnitRows) -> dict[int, Answer | RowFault]:
         """The outcome of each row by its place in the unit."""
         engine = self._engine
         assert engine is not None, "load() comes first"
@@ -136,74 +118,30 @@ class InferenceActor:
         )
         # In a thread, so that the engine goes on with the rows of other units.
         built = await asyncio.to_thread(lambda: [builder.build(row) for row in unit_rows.rows])
+        self._num_advances += 1
         requests = [request for request in built if not isinstance(request, RowFault)]
-        results = iter(await asyncio.gather(*map(engine.generate, requests)))
+        answers = iter(await asyncio.gather(*(_answer(engine, request, task.compared_share) for request in requests)))
         return {
-            place: request if isinstance(request, RowFault) else next(results) for place, request in enumerate(built)
+            place: request if isinstance(request, RowFault) else next(answers) for place, request in enumerate(built)
         }
 
 
-def _publish(task: OutputTask, unit_rows: UnitRows, outcomes: dict[int, "Result | RowFault"]) -> UnitEntry:
-    """Writes the part and the error file of a unit, both always, rows in the order of the input; then the manifest entry."""
-    results: list[tuple[int, Result]] = []
-    errors: list[dict[str, Any]] = []
-    for place, row in enumerate(unit_rows.rows):
-        outcome = outcomes[place]
-        fault = outcome if isinstance(outcome, RowFault) else outcome.error
-        if fault is not None:
-            message = fault.message.encode(errors="backslashreplace").decode()
-            errors.append({"id": row.id, "error_code": fault.code, "message": message, "location": row.location})
-        else:
-            assert not isinstance(outcome, RowFault)
-            results.append((place, outcome))
-    rows = [_result_row(unit_rows.rows[place].id, result) for place, result in results]
-    schema = task.result_schema()
-    own_schema = pa.schema([field for field in schema if field.name not in task.extra.names])
-    columns = pa.Table.from_pylist(rows, schema=own_schema).columns
-    if task.extra.names:
-        columns += unit_rows.extra.take([place for place, _ in results]).columns
-    _write(f"part-{unit_rows.unit.name}.parquet", task.output, pa.Table.from_arrays(columns, schema=schema))
-    error_table = pa.Table.from_pylist(errors, schema=task.error_schema())
-    _write(f"part-{unit_rows.unit.name}.parquet", storage.join(task.output, "_errors"), error_table)
-    entry = UnitEntry(
-        unit=unit_rows.unit.name,
-        num_rows=len(unit_rows.rows),
-        num_results=len(results),
-        errors=dict(Counter(error["error_code"] for error in errors)),
-        num_prompt_tokens=sum(result.num_prompt_tokens for _, result in results),
-        num_generated_tokens=sum(len(result.token_ids) for _, result in results),
-        num_forwards=sum(result.num_forwards for _, result in results),
-        num_query_tokens=sum(result.num_query_tokens for _, result in results),
-        kept_per_forward=_sorted_sum(result.kept_per_forward for _, result in results),
-        forwards_per_window=_sorted_sum(result.forwards_per_window for _, result in results),
-    )
-    publish_entry(task.output, entry)
-    return entry
+async def _answer(engine: "AsyncEngine", request: "Request", compared_share: float) -> Answer:
+    """The result of a request, beside one-token decoding when the row is one of the share that is compared."""
+    if request.decoding.mode == "one_token" or not is_compared(request.id, compared_share):
+        return await _timed(engine, request)
+    changes = {"mode": "one_token", "threshold": None, "window": None, "draft_branches": None}
+    # The seed follows from the id, so both draw the same numbers.
+    other = replace(request, decoding=request.decoding.model_copy(update=changes))
+    answer, one_token = await asyncio.gather(_timed(engine, request), _timed(engine, other))
+    return replace(answer, one_token=one_token.result.token_ids)
 
 
-def _result_row(row_id: str | int | None, result: "Result") -> dict[str, Any]:
-    return {
-        "id": row_id,
-        "text": result.text,
-        "token_ids": result.token_ids,
-        "finish_reason": result.finish_reason,
-        "num_prompt_tokens": result.num_prompt_tokens,
-        "num_generated_tokens": len(result.token_ids),
-        "num_forwards": result.num_forwards,
-        "logprobs": result.logprobs,
-        "forwards_per_window": list(result.forwards_per_window.items()),
-    }
-
-
-def _sorted_sum(histograms: Iterable[Counter[int] | Counter[str]]) -> dict[str, int]:
-    """The sum of histograms; the keys are strings, as in the JSON of an entry."""
-    counts: Counter[str] = Counter()
-    for histogram in histograms:
-        counts.update({str(key): count for key, count in histogram.items()})
-    return {key: counts[key] for key in sorted(counts, key=lambda key: (int(key.split("+")[0]), key))}
-
-
-def _write(name: str, folder: str, table: pa.Table) -> None:
-    sink = io.BytesIO()
-    pq.write_table(table, sink, compression="zstd")
-    storage.publish_bytes(storage.join(folder, name), sink.getvalue())
+async def _timed(engine: "AsyncEngine", request: "Request") -> Answer:
+    """The result of a request, with the time that it was being written."""
+    began: float | None = None
+    async for progress in engine.stream(request):
+        began = time.monotonic() if began is None else began
+        if progress.result is not None:
+            return Answer(progress.result, time.monotonic() - began)
+    raise AssertionError("a stream ends with a result")

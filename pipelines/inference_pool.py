@@ -7,7 +7,8 @@ done when its manifest entry is there.
 """
 
 import logging
-from collections import Counter, deque
+import time
+from collections import Counter
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Self
@@ -15,15 +16,23 @@ from typing import Any, Self
 import ray
 from ray.exceptions import NodeDiedError, ObjectLostError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
-from pipelines.inference_actor import InferenceActor, ModelSetup, OutputTask
+from pipelines.cluster import missing_resource
+from pipelines.inference_actor import InferenceActor, ModelSetup
 from pipelines.manifest import UnitEntry
+from pipelines.pool_member import Call, CallKind, Member
+from pipelines.pool_usage import PoolUsage, Work, should_grow
+from pipelines.unit_output import OutputTask
+from pipelines.unit_queue import UnitQueue
 from pipelines.work_units import UnitRows
 from workers.config import ActorSettings, DecodingSettings
 from workers.errors import InputError
 
 # A second unit is at the actor before the first is done, so its rows take the slots that the first leaves empty.
 _UNITS_PER_ACTOR = 2
+_SECONDS_OF_A_WAIT, _SECONDS_BETWEEN_LOOKS, _SECONDS_OF_LAST_LOOK = 1.0, 5.0, 10.0
 _SECONDS_BETWEEN_WARNINGS = 30.0
+# An actor beyond `actors.min` that has no place after the first time is given up, and asked for again after the second.
+SECONDS_FOR_EXTRA, SECONDS_UNTIL_EXTRA = 30.0, 60.0
 _DEATHS = (RayActorError, NodeDiedError, OutOfMemoryError, ObjectLostError)
 _logger = logging.getLogger(__name__)
 
@@ -32,63 +41,74 @@ class PoolError(RuntimeError):
     """Actors died too often."""
 
 
-class _Member:
-    """One actor: not ready until its model is loaded."""
-
-    def __init__(self, handle: Any) -> None:
-        self.handle = handle
-        self.is_ready = False
-        self.is_dead = False
-        self.num_units = 0
-        self.has_suspect = False
-
-
 class InferencePool:
-    """Actors with a loaded model. Use as a context manager; the actors end with it.
+    """Actors with a loaded model, between `actors.min` and `actors.max`. Use as a context manager; the actors end with it.
 
-    Args:
-        setup: the model.
-        decoding: settings of the engine.
-        actors: how many, with which resources, and how often they may die.
+    Attributes:
+        num_restarts: actors that were replaced.
+        trace: (seconds since the start, actors that are ready) at each change.
     """
 
     def __init__(self, setup: ModelSetup, decoding: DecodingSettings, actors: ActorSettings) -> None:
         self._setup, self._decoding, self._actors = setup, decoding, actors
-        self._members: list[_Member] = []
-        self._waiting: dict[Any, tuple[_Member, UnitRows | None]] = {}  # a None unit stands for loading
+        self._members: list[Member] = []
+        self._gone: list[Member] = []
+        self._waiting: dict[Any, Call] = {}
         self._num_deaths: Counter[str] = Counter()
+        self._started = self._warned = time.monotonic()
+        self._next_extra = 0.0
+        self._taken = PoolUsage()
         self.num_restarts = 0
+        self.trace: list[tuple[float, int]] = []
 
-    def run(self, units: Iterator[UnitRows], task: OutputTask) -> Iterator[UnitEntry]:
+    def run(self, units: Iterator[UnitRows], task: OutputTask, num_units: int) -> Iterator[UnitEntry]:
         """Decodes all units and yields their entries in order of finishing.
 
-        A lost actor is replaced and its units run again, each alone on its actor: so the one that kills is told from its
-        neighbours.
+        A lost actor is replaced, and so is one that has units and makes no step for `actors.seconds_without_step`; its units run
+        again, each alone on its actor: so the one that kills is told from its neighbours.
 
         Raises:
-            InputError: what an actor found wrong with the model folder or a setting.
+            InputError: what an actor found wrong with the model folder or a setting, or no room for `actors.min` actors.
             PoolError: the actor of one unit, or a loading actor, died more than `max_restarts` times.
         """
-        suspects: deque[UnitRows] = deque()
+        queue = UnitQueue(units, num_units)
         while True:
-            self._hand_out(units, suspects, task)
-            if not any(unit is not None for _, unit in self._waiting.values()) and self._is_any_ready():
+            self._hand_out(queue, task)
+            if not any(call.kind == "unit" for call in self._waiting.values()) and self._num_ready:
                 return
-            yield from self._collect(suspects)
+            self._resize(len(queue))
+            yield from self._collect(queue)
 
     def wait_until_ready(self, *, everybody: bool) -> None:
         """Returns when one actor, or everybody, has loaded the model; raises as `run` does."""
-        while not self._is_any_ready() or (everybody and not all(member.is_ready for member in self._members)):
-            self._collect(deque())
+        while not self._num_ready or (everybody and not all(member.is_ready for member in self._members)):
+            self._collect(UnitQueue(iter(()), 0))
+            self._give_up_places()
 
-    def _collect(self, suspects: deque[UnitRows]) -> list[UnitEntry]:
-        """Waits until something has ended; the units of dead actors go to `suspects`."""
-        done, _ = ray.wait(list(self._waiting), num_returns=1, timeout=_SECONDS_BETWEEN_WARNINGS)
-        if not done and not self._is_any_ready():
-            _logger.warning("no actor is ready yet: %s", self._placement())
+    def take_usage(self) -> PoolUsage:
+        """What the pool was used for since the last call, or since its start."""
+        looks = {member.handle.look.remote(): member for member in self._members if member.is_ready}
+        done, _ = ray.wait(list(looks), num_returns=len(looks), timeout=_SECONDS_OF_LAST_LOOK) if looks else ([], [])
+        for reference in done:
+            try:
+                looks[reference].see(ray.get(reference))
+            except _DEATHS:  # what it has last said counts
+                continue
+        everybody = [*self._gone, *self._members]
+        usage = PoolUsage(sum(each.seconds for each in everybody), sum((each.work for each in everybody), Work()))
+        before, self._taken = self._taken, usage
+        return usage - before
+
+    @property
+    def _num_ready(self) -> int:
+        return sum(member.is_ready for member in self._members)
+
+    def _collect(self, queue: UnitQueue) -> list[UnitEntry]:
+        """Waits until something has ended, a second at most; the units of dead and of hung actors become suspects."""
+        done, _ = ray.wait(list(self._waiting), num_returns=1, timeout=_SECONDS_OF_A_WAIT)
         entries = []
         for reference in done:
-            member, unit = self._waiting.pop(reference)
+            call = self._waiting.pop(reference)
             try:
                 value = ray.get(reference)
             except RayTaskError as error:
@@ -96,67 +116,150 @@ class InferencePool:
                     raise error.cause from error
                 raise
             except _DEATHS as error:
-                self._bury(member, unit, error)
-                if unit is not None:
-                    suspects.append(unit)
+                self._bury(call, queue, error)
                 continue
-            if unit is None:
-                member.is_ready = True
-                _logger.info("an actor has loaded the model in %.1f s", value)
-            else:
-                member.num_units -= 1
-                member.has_suspect = False
+            if call.kind == "unit":
+                call.member.num_units -= 1
+                call.member.has_suspect = False
+                call.member.note_change()
                 entries.append(value)
+            else:
+                self._note(call, value)
+        self._watch(queue)
         return entries
 
-    def _hand_out(self, units: Iterator[UnitRows], suspects: deque[UnitRows], task: OutputTask) -> None:
+    def _note(self, call: Call, value: Any) -> None:
+        if call.kind == "place":
+            call.member.place()
+        elif call.kind == "look":
+            call.member.see(value)
+        else:
+            call.member.load()
+            self._record()
+            _logger.info("an actor has loaded the model in %.1f s", value)
+
+    def _watch(self, queue: UnitQueue) -> None:
+        """Asks the actors what they have done; replaces those that stand still. Says so when nobody is ready."""
+        now, limit = time.monotonic(), self._actors.seconds_without_step
+        if not self._num_ready and now - self._warned > _SECONDS_BETWEEN_WARNINGS:
+            self._warned = now
+            _logger.warning("no actor is ready yet: %s", missing_resource(self._actors) or "the model is being loaded")
+        for member in [member for member in self._members if member.is_ready]:
+            if not member.is_looked_at and now - member.looked_at > min(_SECONDS_BETWEEN_LOOKS, limit / 4):
+                member.is_looked_at, member.looked_at = True, now
+                self._ask(member, "look")
+            if member.num_units and now - member.changed_at > limit:
+                ray.kill(member.handle)
+                hung = TimeoutError(f"no step for {limit:g} seconds (actors.seconds_without_step)")
+                calls = [(reference, call) for reference, call in self._waiting.items() if call.member is member]
+                for reference, call in calls:
+                    del self._waiting[reference]
+                    self._bury(call, queue, hung)
+
+    def _hand_out(self, queue: UnitQueue, task: OutputTask) -> None:
         """Fills the actors evenly: everybody has a first unit before anybody has a second."""
         for num_units in range(_UNITS_PER_ACTOR):
             for member in self._members:
                 if not member.is_ready or member.has_suspect or member.num_units != num_units:
                     continue
-                member.has_suspect = num_units == 0 and bool(suspects)
-                unit = suspects.popleft() if member.has_suspect else next(units, None)
+                member.has_suspect = num_units == 0 and bool(queue.suspects)
+                unit = queue.suspects.popleft() if member.has_suspect else queue.next_new()
                 if unit is None:
                     return
+                if not num_units:
+                    member.note_change()
                 member.num_units += 1
-                self._waiting[member.handle.decode_unit.remote(task, unit)] = (member, unit)
+                self._waiting[member.handle.decode_unit.remote(task, unit)] = Call(member, "unit", unit)
 
-    def _is_any_ready(self) -> bool:
-        return any(member.is_ready for member in self._members)
+    def _resize(self, num_queued: int) -> None:
+        """Starts one more actor when units wait; at the tail, ends those that have nothing to do."""
+        self._give_up_places()
+        if num_queued:
+            num_places = sum(_UNITS_PER_ACTOR - each.num_units for each in self._members if not each.has_suspect)
+            num_placing = sum(not member.is_placed for member in self._members)
+            if time.monotonic() > self._next_extra and should_grow(
+                num_actors=len(self._members),
+                largest=self._actors.largest,
+                num_placing=num_placing,
+                num_queued=num_queued,
+                num_idle_places=num_places,
+            ):
+                self._start_member()
+            return
+        latest = time.monotonic() - self._actors.seconds_idle
+        for member in sorted(self._members, key=lambda member: member.is_ready):
+            is_idle = not member.num_units and member.changed_at <= latest
+            if len(self._members) > self._actors.min and (is_idle or not member.is_ready):
+                self._release(member)
+
+    def _give_up_places(self) -> None:
+        """Lets go of extra actors that have no place.
+
+        Raises:
+            InputError: the actors that the job cannot do without have none either.
+        """
+        for member in [member for member in self._members if not member.is_placed]:
+            seconds = time.monotonic() - member.asked_at
+            if len(self._members) > self._actors.min:
+                if seconds > SECONDS_FOR_EXTRA:
+                    self._next_extra = time.monotonic() + SECONDS_UNTIL_EXTRA
+                    _logger.info(
+                        "going on with %d actors: %s", self._num_ready, missing_resource(self._actors) or "no room"
+                    )
+                    self._release(member)
+            elif seconds > self._actors.seconds_to_place:
+                found = f"{self._actors.min}, with room for {sum(each.is_placed for each in self._members)}"
+                missing = missing_resource(self._actors) or "a node that has all of it"
+                advice = f"Missing: {missing}. Wait until other jobs end, or ask for fewer or smaller actors."
+                raise InputError("actors.min", found, f"a place within {seconds:.0f} s", advice)
+
+    def _release(self, member: Member) -> None:
+        ray.kill(member.handle)
+        self._waiting = {reference: call for reference, call in self._waiting.items() if call.member is not member}
+        self._remove(member)
+
+    def _remove(self, member: Member) -> None:
+        member.leave()
+        self._members.remove(member)
+        self._gone.append(member)
+        self._record()
+
+    def _record(self) -> None:
+        self.trace.append((round(time.monotonic() - self._started, 1), self._num_ready))
 
     def _start_member(self) -> None:
         options = {
             "num_cpus": self._actors.num_cpus,
             "num_gpus": self._actors.num_gpus,
+            "memory": self._actors.memory_bytes,
             "max_restarts": 0,
-            "max_concurrency": _UNITS_PER_ACTOR + 1,
+            "max_concurrency": _UNITS_PER_ACTOR + 2,
         }
-        member = _Member(ray.remote(InferenceActor).options(**options).remote(self._setup, self._decoding))
+        member = Member(ray.remote(InferenceActor).options(**options).remote(self._setup, self._decoding))
         self._members.append(member)
-        self._waiting[member.handle.load.remote()] = (member, None)
+        self._ask(member, "place")
+        self._ask(member, "load")
 
-    def _bury(self, member: _Member, unit: UnitRows | None, error: RayError) -> None:
+    def _ask(self, member: Member, kind: CallKind) -> None:
+        self._waiting[getattr(member.handle, kind).remote()] = Call(member, kind)
+
+    def _bury(self, call: Call, queue: UnitQueue, error: RayError | TimeoutError) -> None:
         """Counts a death against what the actor was doing, and replaces the actor when this is the first sign of it."""
-        what = "loading the model" if unit is None else f"unit {unit.unit.name}"
-        self._num_deaths[what] += 1
-        _logger.warning("an actor died during %s: %s", what, " ".join(str(error).split())[:300])
-        if self._num_deaths[what] > self._actors.max_restarts:
-            found = f"actors died {self._num_deaths[what]} times during {what}"
-            raise PoolError(f"{found}; actors.max_restarts is {self._actors.max_restarts}") from error
-        if not member.is_dead:
-            member.is_dead = True
-            self._members.remove(member)
+        if call.kind in ("unit", "load"):
+            self._num_deaths[call.what] += 1
+            _logger.warning("an actor died during %s: %s", call.what, " ".join(str(error).split())[:300])
+            if self._num_deaths[call.what] > self._actors.max_restarts:
+                found = f"actors died {self._num_deaths[call.what]} times during {call.what}"
+                raise PoolError(f"{found}; actors.max_restarts is {self._actors.max_restarts}") from error
+        if call.unit is not None:
+            queue.suspects.append(call.unit)
+        if not call.member.is_gone:
+            self._remove(call.member)
             self.num_restarts += 1
             self._start_member()
 
-    def _placement(self) -> str:
-        wanted = f"{self._actors.num_cpus:g} CPUs and {self._actors.num_gpus:g} GPUs each"
-        free = ray.available_resources()
-        return f"{wanted} are wanted, {free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs are free"
-
     def __enter__(self) -> Self:
-        for _ in range(self._actors.num_actors):
+        for _ in range(self._actors.first):
             self._start_member()
         return self
 

@@ -6,7 +6,7 @@ Layout of an output folder, in the order in which things appear:
     part-UNIT.parquet           the answers of a unit
     _errors/part-UNIT.parquet   its rows that could not be done
     _manifest/unit-UNIT.json    the commit point: the unit is done, and these are its counts
-    _report.json, _SUCCESS      the job is done
+    _report.html, _report.json, _SUCCESS    the job is done
 
 Every file appears as a whole, and a part's name is a function of its unit. So whatever is killed, a unit without its entry
 runs again and replaces its own files: each row is there once.
@@ -16,17 +16,21 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from dataclasses import field as dataclass_field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from pipelines import storage
+from pipelines import storage, top_rows
+from pipelines.comparison import Comparison
 from pipelines.prompt_rows import PromptFile
+from pipelines.top_rows import RowFigures
 from workers.config import DecodingSettings, PromptSettings
 from workers.errors import InputError
 
 _MANIFEST, _JOB, _UNIT, _SUCCESS, REPORT = "_manifest", "job.json", "unit-", "_SUCCESS", "_report.json"
+PAGE = "_report.html"
 _OWN_NAMES = ("part-", "_errors/part-", f"{_MANIFEST}/", _SUCCESS, "_report.")
 # The number of slots changes the speed and not the text, so a job that ran out of memory can go on with fewer.
 _FREE_DECODING_FIELDS = {"num_slots", "prefill_chunk"}
@@ -47,6 +51,16 @@ class UnitEntry:
     num_query_tokens: int = 0
     kept_per_forward: dict[str, int] = dataclass_field(default_factory=dict)
     forwards_per_window: dict[str, int] = dataclass_field(default_factory=dict)
+    slowest_rows: list[RowFigures] = dataclass_field(default_factory=list)
+    longest_rows: list[RowFigures] = dataclass_field(default_factory=list)
+    comparison: Comparison = dataclass_field(default_factory=Comparison)
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Self:
+        """The entry of a file."""
+        values = json.loads(data)
+        rows = {name: top_rows.from_json(values[name]) for name in ("slowest_rows", "longest_rows")}
+        return cls(**{**values, **rows, "comparison": Comparison(**values["comparison"])})
 
 
 @dataclass
@@ -65,6 +79,9 @@ class Totals:
         self.errors: Counter[str] = Counter()
         self.kept_per_forward: Counter[str] = Counter()
         self.forwards_per_window: Counter[str] = Counter()
+        self.slowest_rows: list[RowFigures] = []
+        self.longest_rows: list[RowFigures] = []
+        self.comparison = Comparison()
 
     def add(self, entry: UnitEntry) -> None:
         """Counts one finished unit."""
@@ -78,6 +95,9 @@ class Totals:
         self.errors.update(entry.errors)
         self.kept_per_forward.update(entry.kept_per_forward)
         self.forwards_per_window.update(entry.forwards_per_window)
+        self.comparison.add(entry.comparison)
+        self.slowest_rows = top_rows.slowest([*self.slowest_rows, *entry.slowest_rows])
+        self.longest_rows = top_rows.longest([*self.longest_rows, *entry.longest_rows])
 
 
 class Manifest:
@@ -96,7 +116,7 @@ class Manifest:
             InputError: the folder holds files of somebody else, or a job with other input, model or settings; names the first
                 field that differs.
         """
-        if not storage.is_s3(self.output) and Path(self.output).is_file():
+        if storage.find_file(self.output.rstrip("/")) is not None:
             raise InputError("output", f"{self.output}, a file", "a folder")
         job = storage.join(self.output, _MANIFEST, _JOB)
         is_ours = storage.find_file(job) is not None
@@ -127,15 +147,15 @@ class Manifest:
 
     def finished_units(self) -> dict[str, UnitEntry]:
         """The units that are done, by name."""
-        entries = {}
-        for info in storage.list_folder(storage.join(self.output, _MANIFEST)):
-            if Path(info.path).name.startswith(_UNIT):
-                entry = UnitEntry(**json.loads(storage.read_bytes(info.path)))
-                entries[entry.unit] = entry
-        return entries
+        found = storage.list_folder(storage.join(self.output, _MANIFEST))
+        paths = [info.path for info in found if Path(info.path).name.startswith(_UNIT)]
+        with ThreadPoolExecutor(storage.NUM_TRANSFER_THREADS) as threads:  # each is a request of its own on S3
+            entries = [UnitEntry.from_json(data) for data in threads.map(storage.read_bytes, paths)]
+        return {entry.unit: entry for entry in entries}
 
-    def finish(self, report: Mapping[str, Any]) -> None:
-        """Publishes the report, then the mark of success."""
+    def finish(self, report: Mapping[str, Any], page: str) -> None:
+        """Publishes the report and its page, then the mark of success."""
+        storage.publish_bytes(storage.join(self.output, PAGE), page.encode())
         storage.publish_bytes(storage.join(self.output, REPORT), (json.dumps(report, indent=1) + "\n").encode())
         storage.publish_bytes(storage.join(self.output, _SUCCESS), b"")
 
@@ -172,7 +192,7 @@ def fingerprint(
 ) -> dict[str, Any]:
     """Everything that a row's answer depends on, as flat fields that a resumed job must have in common with its beginning."""
     return {
-        "format": 2,
+        "format": 3,
         "prompts.paths": [[file.path, file.size, file.version] for file in files],
         **{f"prompts.{name}": value for name, value in _plain(prompts).items() if name != "paths"},
         "model": identify_model(model),

@@ -21,11 +21,12 @@ from jobs import generate
 from jobs.command_line import parse
 from pipelines import generation, inference_pool
 from pipelines.generation import model_setup, open_manifest, resolve_recipe, run_generation
-from pipelines.inference_actor import InferenceActor, OutputTask
+from pipelines.inference_actor import InferenceActor
 from pipelines.inference_pool import PoolError
 from pipelines.manifest import UnitEntry
 from pipelines.prompt_preflight import check_prompt_set
 from pipelines.row_requests import RequestBuilder, RowFault
+from pipelines.unit_output import OutputTask
 from pipelines.work_units import PromptRow, UnitRows
 from workers.config import ActorSettings, DecodingSettings, GenerateRecipe, PromptSettings
 from workers.decoding.request import Request
@@ -44,7 +45,7 @@ def recipe(model: str, paths: Path, output: Path, **changes: Any) -> GenerateRec
     prompts = PromptSettings(
         paths=(str(paths),), rows_per_unit=changes.pop("rows_per_unit", 4), **changes.pop("prompts", {})
     )
-    actors = ActorSettings(num_actors=1, num_cpus=0.5, max_restarts=2)
+    actors = ActorSettings(num_cpus=0.5, max_restarts=2)
     values: dict[str, Any] = {
         "model": model,
         "prompts": prompts,
@@ -298,7 +299,7 @@ def test_a_broken_model_folder_costs_nothing(ray_session: None, model_folder: st
     broken = Path(make_model_folder(tmp_path / "model"))
     (broken / "model.safetensors").unlink()
     path = write_parquet(tmp_path / "in.parquet", {"prompt": ["p", ""]})
-    arguments = [f"prompts.paths={path}", f"output={tmp_path}/out", "actors.num_actors=1", "decoding.max_new_tokens=4"]
+    arguments = [f"prompts.paths={path}", f"output={tmp_path}/out", "decoding.max_new_tokens=4"]
     assert generate.main([f"model={broken}", *arguments]) == 2
     assert not (tmp_path / "out").exists()
     good = recipe(model_folder, path, tmp_path / "out")

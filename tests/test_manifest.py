@@ -43,7 +43,8 @@ def test_a_job_goes_from_new_to_resumable_to_finished(tmp_path: Path, model: str
     again = Manifest(output, settings(model))
     assert not again.check(overwrite=False)
     assert again.finished_units() == {"00000-000001": entry("00000-000001")}
-    again.finish({"num_rows": 3})
+    again.finish({"num_rows": 3}, "<p>3 rows</p>")
+    assert (tmp_path / "out" / "_report.html").read_text() == "<p>3 rows</p>"
     assert again.check(overwrite=False) and again.report() == {"num_rows": 3}
     assert not again.check(overwrite=True)
     again.start(overwrite=True)

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prompt_files import write_jsonl, write_parquet
 
-from pipelines.inference_actor import OutputTask
 from pipelines.prompt_ids import IdIndex
 from pipelines.prompt_preflight import RESULT_COLUMNS, check_prompt_set
 from pipelines.prompt_rows import PromptFile
+from pipelines.unit_output import OutputTask
 from pipelines.work_units import PromptSet, list_prompt_files
 from workers.config import PromptSettings, RowDecodingSettings
 from workers.errors import InputError

@@ -84,12 +84,45 @@ class EvaluationDecodingSettings(AnswerSettings, EngineSettings):
 
 
 class ActorSettings(Settings):
-    """The pool of inference actors."""
+    """The pool of inference actors. It grows while units wait for an actor, and shrinks when none are left."""
 
-    num_actors: int = Field(1, ge=1, description="actors that hold a model")
+    min: int = Field(1, ge=1, description="actors at least: the job fails when there is no room for them")
+    max: int | None = Field(None, ge=1, description="actors at most, where there is room; null means `min`")
+    initial: int | None = Field(None, ge=1, description="actors at the start; null means `min`")
     num_cpus: float = Field(1.0, ge=0, description="logical CPUs of an actor")
     num_gpus: float = Field(0.0, ge=0, description="GPUs of an actor")
+    memory: float | None = Field(
+        None, gt=0, description="GiB of main memory that Ray sets aside for an actor; null asks for none"
+    )
     max_restarts: int = Field(2, ge=0, description="how often the actor of one unit may die before the job fails")
+    seconds_without_step: float = Field(
+        600.0, gt=0, description="an actor that has rows and makes no step for so long is replaced"
+    )
+    seconds_idle: float = Field(30.0, ge=0, description="how long an actor beyond `min` is kept when no unit is left")
+    seconds_to_place: float = Field(600.0, gt=0, description="how long `min` actors may wait for other jobs to end")
+
+    @property
+    def largest(self) -> int:
+        """`max`, or `min` when it is null."""
+        return self.min if self.max is None else self.max
+
+    @property
+    def first(self) -> int:
+        """`initial`, or `min` when it is null."""
+        return self.min if self.initial is None else self.initial
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """`memory` as Ray counts it."""
+        return None if self.memory is None else int(self.memory * 2**30)
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if not self.min <= self.first <= self.largest:
+            raise ValueError(
+                f"min={self.min}, initial={self.first}, max={self.largest} are not in this order; raise max, or lower the others"
+            )
+        return self
 
 
 class PromptSettings(Settings):
@@ -112,6 +145,12 @@ class GenerateRecipe(Settings):
     decoding: DecodingSettings = DecodingSettings()
     actors: ActorSettings = ActorSettings()
     max_error_share: Share = Field(1.0, description="exit code 3 when more of the rows than this could not be done")
+    compare_with_one_token: Share = Field(
+        0.0, description="share of the rows that are decoded a second time, one token per forward, to report agreement"
+    )
+    price_per_actor_hour: float | None = Field(
+        None, ge=0, description="what an actor costs an hour, in any currency; the report then has the cost"
+    )
     overwrite: bool = Field(False, description="delete an earlier output first")
 
 
