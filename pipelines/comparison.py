@@ -46,7 +46,7 @@ class Comparison:
         return {
             "compared with one token": self.num_rows,
             "of these the same": self.num_equal_rows / self.num_rows,
-            "tokens before a difference": self.num_agreeing_tokens / max(1, self.num_tokens),
+            "share of tokens before a difference": self.num_agreeing_tokens / max(1, self.num_tokens),
         }
 
 

@@ -201,9 +201,11 @@ def _generate(plans: Mapping[str, GenerationPlan], finished: Mapping[str, bool])
     if open_plans:
         any_plan = next(iter(open_plans.values()))
         recipe = any_plan.recipe
-        connect(recipe.actors, recipe.output)
-        with InferencePool(any_plan.setup, recipe.decoding, recipe.actors) as pool:
-            # Else the first setting would look slow: it would share its time with the loading of the other actors.
+        # As many actors for every setting, and all of them loaded before the first: else their speeds could not be compared.
+        size = recipe.actors.first
+        actors = recipe.actors.model_copy(update={"min": size, "max": size})
+        connect(actors, recipe.output)
+        with InferencePool(any_plan.setup, recipe.decoding, actors) as pool:
             pool.wait_until_ready(everybody=True)
             for name, plan in open_plans.items():
                 reports[name] = execute(plan, pool, title=name)

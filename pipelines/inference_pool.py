@@ -254,6 +254,7 @@ class InferencePool:
         if call.unit is not None:
             queue.suspects.append(call.unit)
         if not call.member.is_gone:
+            ray.kill(call.member.handle)  # it may only be out of reach, and would keep its place
             self._remove(call.member)
             self.num_restarts += 1
             self._start_member()

@@ -140,6 +140,10 @@ class Manifest:
     def start(self, *, overwrite: bool) -> None:
         """Takes the folder for this job, after the files of an earlier one are deleted if so asked."""
         if overwrite:
+            # First what says that rows are done: a kill in between must not make deleted rows look finished.
+            storage.delete(storage.join(self.output, _SUCCESS))
+            with ThreadPoolExecutor(storage.NUM_TRANSFER_THREADS) as threads:
+                list(threads.map(storage.delete, self._entry_paths()))
             storage.delete(self.output)
         self._remove_half_written()
         path = storage.join(self.output, _MANIFEST, _JOB)
@@ -147,15 +151,18 @@ class Manifest:
 
     def finished_units(self) -> dict[str, UnitEntry]:
         """The units that are done, by name."""
-        found = storage.list_folder(storage.join(self.output, _MANIFEST))
-        paths = [info.path for info in found if Path(info.path).name.startswith(_UNIT)]
+        paths = self._entry_paths()
         with ThreadPoolExecutor(storage.NUM_TRANSFER_THREADS) as threads:  # each is a request of its own on S3
             entries = [UnitEntry.from_json(data) for data in threads.map(storage.read_bytes, paths)]
         return {entry.unit: entry for entry in entries}
 
+    def _entry_paths(self) -> list[str]:
+        found = storage.list_folder(storage.join(self.output, _MANIFEST))
+        return [info.path for info in found if Path(info.path).name.startswith(_UNIT)]
+
     def finish(self, report: Mapping[str, Any], page: str) -> None:
         """Publishes the report and its page, then the mark of success."""
-        storage.publish_bytes(storage.join(self.output, PAGE), page.encode())
+        storage.publish_bytes(storage.join(self.output, PAGE), page.encode(errors="backslashreplace"))
         storage.publish_bytes(storage.join(self.output, REPORT), (json.dumps(report, indent=1) + "\n").encode())
         storage.publish_bytes(storage.join(self.output, _SUCCESS), b"")
 

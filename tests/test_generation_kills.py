@@ -105,7 +105,7 @@ def disturb(recipe: GenerateRecipe, folder: Path, kills: dict[str, int], random_
 
 
 @pytest.mark.parametrize(
-    ("is_on_s3", "kills", "seed"), [(False, {"actor": 3, "driver": 1}, 1), (True, {"actor": 1, "driver": 1}, 2)]
+    ("is_on_s3", "kills", "seed"), [(False, {"actor": 3, "driver": 1}, 1), (True, {"actor": 2, "driver": 1}, 2)]
 )
 def test_every_row_is_there_once_whatever_is_killed(
     base: tuple[GenerateRecipe, dict[int, Any]],

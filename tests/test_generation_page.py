@@ -69,7 +69,7 @@ def test_it_shows_figures_errors_rows_and_use_of_the_actors() -> None:
         "Answers of m finished after 2m30s",
         "rows 2,000 answers 1,990 rows without an answer 10",
         "tokens/forward 2.400",
-        "compared with one token 20 of these the same 0.950 tokens before a difference 0.975",
+        "compared with one token 20 of these the same 0.950 share of tokens before a difference 0.975",
         "The first of those that were compared: /in/a.jsonl line 3.",
         "4+branches 10,000 20.00%",
         "spent in decoding steps 91.3% slots in use 87.4% actors replaced 1 cost 0.350",
