@@ -328,6 +328,14 @@ def test_a_threshold_belongs_to_tau_mode(arguments: list[str], mode: str, thresh
     assert GenerateRecipe.model_validate_json(job.model_dump_json()) == job
 
 
+@pytest.mark.parametrize("window", ["0", "65", "wide", "1.5"])
+def test_an_impossible_window_is_refused_in_one_sentence(window: str) -> None:
+    with pytest.raises(
+        InputError, match=r"^decoding\.window: found .*; expected an integer from 1 to 64, or auto\. See --help\.$"
+    ):
+        parse(GenerateRecipe, "generate.yaml", [f"decoding.window={window}"])
+
+
 def test_a_threshold_with_one_token_is_refused_by_name() -> None:
     with pytest.raises(InputError, match="^decoding: .*no threshold with mode one_token"):
         parse(GenerateRecipe, "generate.yaml", ["decoding.mode=one_token", "decoding.threshold=0.5"])

@@ -1,14 +1,26 @@
 """Settings of batch inference and evaluation: prompts, decoding, actors."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator, model_validator
+from pydantic_core import PydanticCustomError
 
 from workers.config.base import Settings, Share
 
 StopString = Annotated[str, Field(min_length=1)]
 Threshold = Annotated[float, Field(ge=0.0)]
 Window = Annotated[int, Field(ge=1, le=64)]
+
+
+def _window_or_auto(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    """One message for both kinds of window."""
+    try:
+        return handler(value)
+    except ValidationError:
+        raise PydanticCustomError("window", "an integer from 1 to 64, or auto") from None
+
+
+AutoWindow = Annotated[Window | Literal["auto"], WrapValidator(_window_or_auto)]
 TokenId = Annotated[int, Field(ge=0)]
 _THRESHOLD = 0.95
 
@@ -56,7 +68,7 @@ class RowDecodingSettings(AnswerSettings):
         description="one token per forward; several, exactly those of one-token decoding (verified); or several by threshold "
         "(tau). Verified unless there is a threshold",
     )
-    window: Window | Literal["auto"] | None = Field(
+    window: AutoWindow | None = Field(
         None, description="W, tokens per forward; null means auto in verified mode and the block size in tau mode"
     )
     draft_branches: bool | None = Field(
@@ -162,7 +174,7 @@ class EvaluateRecipe(Settings):
     output: str = Field("runs/evaluate", description="folder for the report and the answers of each setting")
     thresholds: tuple[Threshold, ...] = Field((0.95, 0.9, 0.7, 0.5), description="tau values beside one-token decoding")
     windows: tuple[Window, ...] = Field((), description="windows W of each tau; empty means the block size")
-    verified_windows: tuple[Window | Literal["auto"], ...] = Field(
+    verified_windows: tuple[AutoWindow, ...] = Field(
         ("auto",), description="windows of verified decoding; empty leaves it out"
     )
     decoding: EvaluationDecodingSettings = Field(
